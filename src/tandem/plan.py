@@ -1,0 +1,150 @@
+"""The joint between bookkeeping and arithmetic: what a step will do and what it brought home.
+
+Plain data, ints and strings only, so that a plan can be printed, pickled to ranks, recorded and replayed on any
+runner. It knows neither the scheduler that makes it nor the runner that obeys it.
+
+Plans are *differences*. A request that joins a batch is described once, by an Arrival, and given a *row*: a stable
+place in the runner's state where its parameters, its block table and its last sampled token live until it departs.
+From then on a Span says what it does in each step, and lists only the blocks that were added to its table.
+
+    step 7   arrivals [request "a" → row 3, 40 tokens]   spans [row 3: 0..32, no sample]
+    step 8                                               spans [row 3: 32..40, samples]
+    step 9                                               spans [row 3: 40..41, samples]   ← token 40 was never seen
+    step 10  departures [3]                                                                 by the host: it is *carried*
+
+**Carry.** A span that starts at or behind the tokens its arrival listed begins with the token that the row sampled
+last. The runner keeps that token on the device, in the row, so the host need not know it, at any depth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from tandem.request import Change, Request, SamplingParams, TokenLogprobs
+
+
+class Arrival(NamedTuple):
+    """A request takes a row: new, or resumed after a preemption.
+
+    tokens         every token the host knows: the prompt and, when resumed, the output so far.
+    prompt_length  how many of them are prompt, as the user counts.
+    cached         leading tokens whose K and V are already in the blocks that its first span names.
+    resumed        it was preempted before, so its first token is not its first token.
+    """
+
+    request: str
+    row: int
+    tokens: Sequence[int]
+    prompt_length: int
+    params: SamplingParams
+    eos: Sequence[int] = ()
+    cached: int = 0
+    resumed: bool = False
+
+
+class Span(NamedTuple):
+    """One request's stretch in a step: positions start .. start+length of row's sequence are computed.
+
+    blocks   ids added to the end of the row's block table since its last span (at an arrival: the whole table).
+    samples  the last position's logits are sampled, and one token or more comes home.
+    """
+
+    request: str
+    row: int
+    start: int
+    length: int
+    blocks: Sequence[int]
+    samples: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step does. Spans of one carried token (decodes) come first, then prefill chunks.
+
+    departures    rows left since the last plan; their state may be dropped before this step's arrivals.
+    block_copies  pairs (from, to), copied on the compute stream before the step reads or writes anything.
+    masks         pairs (row, bitmask of allowed ids, little-endian words of 32) for rows bound by a grammar.
+    num_decodes   how many of the spans, at the front, carry one token.
+    steady        the spans are the last plan's, each one token further: nothing joined, left, moved or was copied;
+                  only blocks may be new. A runner may then advance its own rows and copy nothing else.
+    preempted     requests that lost their row for want of blocks, for observers.
+    """
+
+    step: int
+    spans: Sequence[Span]
+    arrivals: Sequence[Arrival] = ()
+    departures: Sequence[int] = ()
+    block_copies: Sequence[tuple[int, int]] = ()
+    masks: Sequence[tuple[int, bytes]] = ()
+    num_decodes: int = 0
+    steady: bool = False
+    preempted: Sequence[str] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """When a step's stages ran, in seconds of the host's time.perf_counter. Device times are mapped to that clock."""
+
+    submitted_s: float = 0.0
+    ready_s: float = 0.0
+    began_s: float = 0.0
+    computed_s: float = 0.0
+    home_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came home from one step.
+
+    tokens           sampled ids, flat, in the order of the sampling spans.
+    counts           how many of them each sampling span brought home; None: one each.
+    logprobs         by index of the span, one entry a token, for rows that asked.
+    prompt_logprobs  by index of the span, entries for positions start+1 .. start+length of the prompt
+                     (position 0 has none: the planner puts it in), for rows that asked.
+    failed           request → message, for requests that failed alone; their tokens are to be ignored.
+    """
+
+    step: int
+    tokens: Sequence[int]
+    counts: Sequence[int] | None = None
+    logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    times: StepTimes = field(default_factory=StepTimes)
+
+
+class Planner(Protocol):
+    """Decides what each step does. The loop calls it from one thread."""
+
+    def add(self, request: Request, mask: "Mask | None" = None) -> None:
+        """Take a request in, with its grammar if it has one.
+
+        Raises RequestError (CapacityError included) if it can never run; nothing is kept then.
+        """
+
+    def abort(self, request: str) -> Change | None:
+        """End a request now, in whatever state. Returns its last change, or None if it is unknown or has ended."""
+
+    def plan(self) -> StepPlan | None:
+        """What the next step does, or None if nothing can be computed until a step in flight is committed."""
+
+    def commit(self, result: StepResult) -> list[Change]:
+        """Settle the oldest step in flight. One change a request that has news; ghosts have none."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or is in flight."""
+
+
+class Mask(Protocol):
+    """Follows one request's grammar on the host: which ids may come next."""
+
+    def allowed(self) -> bytes | None:
+        """Bitmask of the ids allowed next (see StepPlan.masks), or None while it is still being computed."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The request sampled these tokens."""

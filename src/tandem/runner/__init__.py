@@ -1,0 +1,1 @@
+"""A plan on a device: slots, streams, carry, graphs."""
