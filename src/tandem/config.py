@@ -31,13 +31,13 @@ class Settings:
         "auto", "model", "where weights come from", choices=("auto", "safetensors", "gguf", "random")
     )
     tokenizer: str | None = _setting(None, "model", "a folder or tokenizer.json to use instead of the model's own")
-    chat_template: str | None = _setting(None, "model", "a file with a Jinja chat template to use instead of the model's")
+    chat_template: str | None = _setting(
+        None, "model", "a file with a Jinja chat template to use instead of the model's"
+    )
     dtype: str | None = _setting(
         None, "model", "arithmetic of weights and cache", choices=("float32", "bfloat16", "float16")
     )
-    quantize: str | None = _setting(
-        None, "model", "faster, lossy linear layers on the CPU", choices=("w8a8", "int4")
-    )
+    quantize: str | None = _setting(None, "model", "faster, lossy linear layers on the CPU", choices=("w8a8", "int4"))
     max_model_len: int | None = _setting(None, "model", "longest prompt plus answer, in tokens", low=1)
 
     max_num_seqs: int | None = _setting(None, "batching", "most requests in one step", low=1, high=8192)

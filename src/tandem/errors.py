@@ -1,15 +1,15 @@
 """The tree of errors. It knows how an error teaches; it does not know who raises it.
 
-    TandemError
-    ├── SettingError          a setting is unknown, ill-typed or out of range
-    ├── RequestError          one request asks for what cannot be honoured (an HTTP 4xx)
-    │   ├── ContextLengthError    it is longer than the model's context
-    │   └── CapacityError         it can never fit into this engine's KV pool
-    ├── ModelError            a model's configuration is not supported
-    ├── WeightsError          a weights file is missing, broken or does not fit the model
-    ├── DownloadError         a model could not be fetched
-    ├── DeviceMemoryError     the device has too little memory for the settings
-    └── EngineDeadError       the engine has stopped; nothing more will come from it
+TandemError
+├── SettingError          a setting is unknown, ill-typed or out of range
+├── RequestError          one request asks for what cannot be honoured (an HTTP 4xx)
+│   ├── ContextLengthError    it is longer than the model's context
+│   └── CapacityError         it can never fit into this engine's KV pool
+├── ModelError            a model's configuration is not supported
+├── WeightsError          a weights file is missing, broken or does not fit the model
+├── DownloadError         a model could not be fetched
+├── DeviceMemoryError     the device has too little memory for the settings
+└── EngineDeadError       the engine has stopped; nothing more will come from it
 """
 
 

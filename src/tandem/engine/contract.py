@@ -1,10 +1,10 @@
 """The border between an engine and whoever talks to it. It knows neither processes nor sockets nor HTTP.
 
-    front end (serve, LLM, CLI)                     engine (loop, planner, runner)
-    text, templates, stop strings                   token ids, blocks, steps
-            │  Add(request) · Abort(id)                     │
-            ├──────────────────────────────────────────────►│   mail
-            │◄──────────────────────────────────────────────┤   news: the changes of one step, in one message
+front end (serve, LLM, CLI)                     engine (loop, planner, runner)
+text, templates, stop strings                   token ids, blocks, steps
+        │  Add(request) · Abort(id)                     │
+        ├──────────────────────────────────────────────►│   mail
+        │◄──────────────────────────────────────────────┤   news: the changes of one step, in one message
 """
 
 from collections.abc import AsyncIterator, Sequence
