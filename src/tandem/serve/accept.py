@@ -1,0 +1,162 @@
+"""From a decoded body to SamplingParams: each field is honoured or refused by name. It does not know tokens or HTTP."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import RequestError
+from tandem.request import Constraint, SamplingParams
+from tandem.serve.schema import ChatRequest, CompletionRequest, Generation, ResponseFormat
+
+MAX_CONSTRAINT_BYTES = 64 * 1024
+REFUSED_IN_CHAT = {
+    "audio": "audio output is not supported.",
+    "functions": "functions is deprecated and not supported; use tools.",
+    "function_call": "function_call is deprecated and not supported; use tool_choice.",
+    "prediction": "predicted outputs are not supported.",
+    "web_search_options": "web search is not supported.",
+}
+# Fields with the meaning and name that SamplingParams has.
+DIRECT = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an operator allows. Bytes, counts and seconds."""
+
+    body_bytes: int = 4 << 20
+    max_n: int = 16
+    max_prompts: int = 256
+    deadline_s: float = 3600.0
+
+
+def chat_params(body: ChatRequest, defaults: dict[str, Any], limits: Limits) -> SamplingParams:
+    """SamplingParams of a chat request; constraint of response_format included, tools not."""
+    for name, why in REFUSED_IN_CHAT.items():
+        if getattr(body, name) is not None:
+            raise RequestError(why, param=name, code="unsupported_value")
+    if body.modalities not in (None, ["text"]):
+        raise RequestError(f"modalities is {body.modalities}; only ['text'] is supported.", param="modalities")
+    if body.verbosity not in (None, "medium"):
+        raise RequestError("verbosity is not supported.", param="verbosity", code="unsupported_value")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise RequestError("max_tokens and max_completion_tokens differ; give one.", param="max_tokens")
+    values = _shared(body, defaults, limits)
+    if body.max_completion_tokens is not None:
+        values["max_tokens"] = body.max_completion_tokens
+    values["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    values["constraint"] = constraint_of(body, body.response_format)
+    return _build(values, {"max_tokens": "max_completion_tokens"} if body.max_completion_tokens is not None else {
+        "logprobs": "top_logprobs"
+    })  # fmt: skip
+
+
+def completion_params(body: CompletionRequest, defaults: dict[str, Any], limits: Limits) -> SamplingParams:
+    """SamplingParams of a completion request. max_tokens defaults to 16, as in the OpenAI API."""
+    if body.suffix:
+        raise RequestError("suffix (insertion) is not supported.", param="suffix", code="unsupported_value")
+    if body.best_of not in (None, body.n or 1):
+        raise RequestError("best_of is not supported beyond n.", param="best_of", code="unsupported_value")
+    if body.echo and body.stream and body.logprobs is not None:
+        raise RequestError("echo with logprobs is not supported in a stream.", param="echo", code="unsupported_value")
+    values = _shared(body, {"max_tokens": 16, **defaults}, limits)
+    values["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        values["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    values["constraint"] = constraint_of(body, body.response_format)
+    return _build(values, {})
+
+
+def _shared(body: Generation, defaults: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true.", param="stream_options")
+    if body.service_tier not in (None, "auto", "default"):
+        raise RequestError(f"service_tier {body.service_tier!r} is not offered.", param="service_tier")
+    if body.store:
+        raise RequestError("store is not supported: nothing is kept.", param="store", code="unsupported_value")
+    values: dict[str, Any] = dict(defaults)
+    values.update({name: getattr(body, name) for name in DIRECT if getattr(body, name) is not None})
+    if body.max_tokens is not None:
+        values["max_tokens"] = body.max_tokens
+    if body.stop is not None:
+        values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.logit_bias:
+        values["logit_bias"] = tuple((_token_id(key), bias) for key, bias in body.logit_bias.items())
+    if (body.n or 1) > limits.max_n:
+        raise RequestError(f"n is {body.n}; the limit here is {limits.max_n}.", param="n")
+    if body.timeout_s is not None and not 0 < body.timeout_s <= limits.deadline_s:
+        raise RequestError(f"timeout_s must lie above 0 and up to {limits.deadline_s:g}.", param="timeout_s")
+    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= 256:
+        raise RequestError("cache_salt must have 1 to 256 characters.", param="cache_salt")
+    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
+        raise RequestError("priority must be a 32-bit integer.", param="priority")
+    return values
+
+
+def _build(values: dict[str, Any], names: dict[str, str]) -> SamplingParams:
+    """SamplingParams, its errors naming the field that the client wrote."""
+    try:
+        return SamplingParams(**values)
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
+def _token_id(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise RequestError(f"logit_bias names {key!r}, which is no token id.", param="logit_bias") from None
+
+
+def constraint_of(body: Generation, response_format: ResponseFormat | None) -> Constraint | None:
+    """The one grammar that response_format or a guided_* extension asks for."""
+    asked: list[tuple[str, Constraint]] = []
+    if response_format is not None and response_format.type != "text":
+        asked.append(("response_format", _from_format(response_format)))
+    if body.guided_json is not None:
+        schema = body.guided_json if isinstance(body.guided_json, str) else json.dumps(body.guided_json)
+        asked.append(("guided_json", Constraint("json_schema", schema)))
+    if body.guided_regex is not None:
+        asked.append(("guided_regex", Constraint("regex", body.guided_regex)))
+    if body.guided_choice is not None:
+        asked.append(("guided_choice", _choice("guided_choice", body.guided_choice)))
+    if body.guided_grammar is not None:
+        asked.append(("guided_grammar", Constraint("grammar", body.guided_grammar)))
+    if len(asked) > 1:
+        raise RequestError(f"{asked[0][0]} and {asked[1][0]} exclude each other.", param=asked[1][0])
+    for param, constraint in asked:
+        if len(constraint.text) > MAX_CONSTRAINT_BYTES:
+            raise RequestError(
+                f"{param} has {len(constraint.text)} characters; the limit is {MAX_CONSTRAINT_BYTES}.", param=param
+            )
+    return asked[0][1] if asked else None
+
+
+def _from_format(wanted: ResponseFormat) -> Constraint:
+    if wanted.type == "json_object":
+        return Constraint("json_object", "")
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None or wanted.json_schema.schema is None:
+            raise RequestError("response_format.json_schema.schema is missing.", param="response_format")
+        return Constraint("json_schema", json.dumps(wanted.json_schema.schema))
+    value = {"regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}.get(wanted.type)
+    if wanted.type not in ("regex", "choice", "grammar") or value is None:
+        raise RequestError(
+            f"response_format.type is {wanted.type!r}; it must be text, json_object, json_schema, or regex, choice or "
+            "grammar with the field of that name.",
+            param="response_format",
+        )
+    return _choice("response_format", value) if isinstance(value, list) else Constraint(wanted.type, value)
+
+
+def _choice(param: str, options: list[str]) -> Constraint:
+    if not options or len(options) > 1000:
+        raise RequestError(f"{param} needs 1 to 1000 choices.", param=param)
+    return Constraint("choice", json.dumps(options))

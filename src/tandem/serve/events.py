@@ -1,0 +1,106 @@
+"""A server-sent event stream as a raw ASGI answer. It knows connections; it does not know what is in the events.
+
+Headers go out with the first event or the first keep-alive, whichever is sooner, so that a request that fails before
+then gets a status and an error body. A keep-alive is a comment line; it is sent when nothing else was for a while.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from tandem.serve.failure import body_of, response_of
+
+Answer = TypeVar("Answer")
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, answer: Awaitable[Answer]) -> Answer:
+    """Await an answer for as long as the client stays. Raises ClientGoneError, the answer cancelled."""
+    task, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+class EventStream:
+    """An ASGI application that sends events until they end, fail, or the client leaves; then calls on_end once."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], on_end: Callable[[Exception | None], Any], keep_alive_s: float = 10.0,
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> None:  # fmt: skip
+        self.events, self.on_end, self.keep_alive_s = events, on_end, keep_alive_s
+        self.headers = HEADERS + (headers or [])
+        self.started = False
+        self.sent_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error: Exception | None = None
+        self.sent_at = asyncio.get_running_loop().time()
+        lock = asyncio.Lock()
+        beat = asyncio.ensure_future(self._keep_alive(send, lock))
+        try:
+            await unless_gone(receive, self._pump(send, lock))
+            beat.cancel()
+            await send({"type": "http.response.body", "body": b""})
+        except ClientGoneError as left:
+            error = left
+        except Exception as failure:
+            error = failure
+            beat.cancel()
+            await self._tell(failure, scope, receive, send)
+        finally:
+            beat.cancel()
+            await asyncio.gather(beat, return_exceptions=True)
+            self.on_end(error)
+
+    async def _pump(self, send: Send, lock: asyncio.Lock) -> None:
+        async for event in self.events:
+            async with lock:
+                await self._send(send, event)
+
+    async def _keep_alive(self, send: Send, lock: asyncio.Lock) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.01, self.sent_at + self.keep_alive_s - loop.time()))
+            async with lock:
+                if loop.time() >= self.sent_at + self.keep_alive_s:
+                    await self._send(send, b": keep-alive\n\n")
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self.sent_at = asyncio.get_running_loop().time()
+
+    async def _tell(self, failure: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        """An error body if nothing is out yet, else one error event; never a bare end."""
+        if not self.started:
+            await response_of(failure)(scope, receive, send)
+            return
+        event = b"data: " + orjson.dumps(body_of(failure)) + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": False})

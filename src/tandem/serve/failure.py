@@ -1,0 +1,102 @@
+"""Failures as HTTP answers: status, and the error body of the OpenAI API. It does not know what went wrong inside.
+
+Body: {"error": {"message", "type", "param", "code"}}. A client's own mistakes are 4xx; nothing here shows a trace.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
+
+Body = TypeVar("Body")
+
+STATUS_BY_CODE = {
+    "queue_full": 429,
+    "rate_limited": 429,
+    "model_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "invalid_api_key": 401,
+    "request_too_large": 413,
+    "unsupported_media_type": 415,
+    "deadline_exceeded": 504,
+    "draining": 503,
+    "queue_timeout": 503,
+}
+
+
+class HttpError(RequestError):
+    """A refusal with headers of its own (Retry-After, Allow, WWW-Authenticate)."""
+
+    def __init__(self, what: str, *, code: str, param: str | None = None, hint: str | None = None, **headers: str):
+        super().__init__(what, param=param, code=code, hint=hint)
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def status_of(error: Exception) -> int:
+    """400 for a request's own fault unless its code says otherwise, 503 for a dead engine, 500 for the rest."""
+    if isinstance(error, ContextLengthError | CapacityError):
+        return 400
+    if isinstance(error, RequestError):
+        return STATUS_BY_CODE.get(error.code, 400)
+    return 503 if isinstance(error, EngineDeadError) else 500
+
+
+def body_of(error: Exception) -> dict[str, Any]:
+    """The error body; a failure that is not ours to explain says only that it happened."""
+    status = status_of(error)
+    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    message = str(error) if isinstance(error, TandemError) else "the server failed to answer this request."
+    param = error.param if isinstance(error, RequestError) else None
+    code = error.code if isinstance(error, RequestError) else "engine_dead" if status == 503 else "internal_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def response_of(error: Exception) -> Response:
+    headers = dict(error.headers) if isinstance(error, HttpError) else {}
+    if status_of(error) in (429, 503):
+        headers.setdefault("Retry-After", "1")
+    return Response(
+        msgspec.json.encode(body_of(error)), status_of(error), headers=headers, media_type="application/json"
+    )
+
+
+async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Body:
+    """Read and decode a body of at most limit_bytes. Raises RequestError: 415, 413 or 400 with the path at fault."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise RequestError(
+            f"the Content-Type is {content_type or 'missing'}; it must be application/json.",
+            code="unsupported_media_type",
+        )
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit_bytes:
+            raise RequestError(f"the body is over {limit_bytes} bytes.", code="request_too_large")
+        chunks.append(chunk)
+    return decode(b"".join(chunks), kind)
+
+
+def decode(raw: bytes, kind: type[Body]) -> Body:
+    """Decode one body; null at the top level of an object counts as not given."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        path = re.search(r"\$\.?([^`]*)`?$", str(error))
+        param = re.split(r"[.\[]", path.group(1))[0] if path and path.group(1) else None
+        missing = re.search(r"missing required field `(\w+)`", str(error))
+        raise RequestError(
+            f"the body is not as it should be: {error}.",
+            param=missing.group(1) if missing else param,
+            code="invalid_type",
+        ) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise RequestError(f"the body is no valid JSON: {reason}.", code="invalid_json") from None

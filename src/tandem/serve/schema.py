@@ -1,0 +1,227 @@
+"""The bodies that clients send, as typed structures. It knows their shapes; it does not know what is honoured.
+
+Decoding is strict: a wrong type is refused with the path to it, an unknown field is ignored (as OpenAI-compatible
+servers do, so that newer clients work), and null means "not given". Field names and meanings: OpenAI API reference;
+those marked "extension" are tandem's, with the names the field uses.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+Json = dict[str, Any]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(Struct):
+    name: str = "answer"
+    schema: Json | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """type: text, json_object, json_schema; as an extension regex, choice or grammar, with the field of that name."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class FunctionTool(Struct):
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    type: str
+    function: FunctionTool | None = None
+
+
+class NamedFunction(Struct):
+    name: str
+
+
+class NamedToolChoice(Struct):
+    type: str
+    function: NamedFunction | None = None
+
+
+class Generation(Struct, kw_only=True):
+    """What all generating endpoints share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    # extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    explain: bool | None = None
+    timeout_s: float | None = None
+    guided_json: Json | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class ChatRequest(Generation, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Json]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # refused when given
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: str | None = None
+    # extensions
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    echo: bool | None = None
+
+
+class CompletionRequest(Generation, kw_only=True):
+    """POST /v1/completions. prompt: text, token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize: a prompt or chat messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Json] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class ResponsesTextFormat(Struct):
+    type: str
+    name: str | None = None
+    schema: Json | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponsesText(Struct):
+    format: ResponsesTextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesTool(Struct):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class ResponsesNamedTool(Struct):
+    type: str
+    name: str | None = None
+
+
+class Reasoning(Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """POST /v1/responses, the stateless part: nothing is stored, nothing refers to an earlier response."""
+
+    model: str | None = None
+    input: str | list[Json]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesNamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: ResponsesText | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+    stream_options: Json | None = None
+    # refused when given
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    max_tool_calls: int | None = None
+
+
+decoders = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ResponsesRequest)
+}
