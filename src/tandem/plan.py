@@ -68,6 +68,7 @@ class StepPlan:
     steady        the spans are the last plan's, each one token further: nothing joined, left, moved or was copied;
                   only blocks may be new. A runner may then advance its own rows and copy nothing else.
     preempted     requests that lost their row for want of blocks, for observers.
+    held          why the first waiting request did not join ("rows", "tokens", "blocks"), for observers; "": none waits.
     """
 
     step: int
@@ -79,6 +80,7 @@ class StepPlan:
     num_decodes: int = 0
     steady: bool = False
     preempted: Sequence[str] = ()
+    held: str = ""
 
     @property
     def num_tokens(self) -> int:
