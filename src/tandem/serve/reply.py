@@ -116,7 +116,12 @@ class Reply:
         async for ask, update in updates:
             choice = self.admit(ask, update)
             pieces = choice.take(update)
-            if not pieces and (update.finish or not choice.started or update.token_ids and self.show_token_ids):
+            shows_tokens = bool(update.token_ids) and (self.show_token_ids or self.show_logprobs)
+            if not pieces and (update.finish or not choice.started or shows_tokens):
+                update.finish
+                or not choice.started
+                or (update.token_ids and (self.show_token_ids or self.show_logprobs))
+            ):
                 pieces = [Piece()]
             for i, piece in enumerate(pieces):
                 last = i == len(pieces) - 1
