@@ -118,10 +118,6 @@ class Reply:
             pieces = choice.take(update)
             shows_tokens = bool(update.token_ids) and (self.show_token_ids or self.show_logprobs)
             if not pieces and (update.finish or not choice.started or shows_tokens):
-                update.finish
-                or not choice.started
-                or (update.token_ids and (self.show_token_ids or self.show_logprobs))
-            ):
                 pieces = [Piece()]
             for i, piece in enumerate(pieces):
                 last = i == len(pieces) - 1
