@@ -68,7 +68,7 @@ class StepPlan:
     steady        the spans are the last plan's, each one token further: nothing joined, left, moved or was copied;
                   only blocks may be new. A runner may then advance its own rows and copy nothing else.
     preempted     requests that lost their row for want of blocks, for observers.
-    held          why the first waiting request did not join ("rows", "tokens", "blocks"), for observers; "": none waits.
+    held          why the first waiting request did not join, for observers: rows, tokens, blocks; "": none waits.
     """
 
     step: int

@@ -1,1 +1,1 @@
-"""bench."""
+"""Workloads, the static-batching baseline and measurements. The room drives engines; it does not know their insides."""

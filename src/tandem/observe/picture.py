@@ -53,9 +53,8 @@ def _draw_step(axes: Any, record: StepRecord, origin_s: float, depth: int) -> No
         left, width = (from_s - origin_s) * 1e3, (to_s - from_s) * 1e3
         axes.barh(LANES.index(lane), width, left=left, height=0.62, color=fill, edgecolor="white", linewidth=0.4)
         if text:
-            axes.text(
-                left + width / 2, LANES.index(lane), text, ha="center", va="center", color="white", fontsize=7, clip_on=True
-            )  # fmt: skip
+            look = {"ha": "center", "va": "center", "color": "white", "fontsize": 7, "clip_on": True}
+            axes.text(left + width / 2, LANES.index(lane), text, **look)
 
     bar("host", record.plan_began_s, record.planned_s, HOST_COLOURS["plan"])
     bar("host", record.planned_s, record.submitted_s, HOST_COLOURS["submit"])
@@ -85,5 +84,6 @@ def _frame(axes: Any, steps: Sequence[StepRecord], origin_s: float, timeline: Ti
         fontsize=9,
     )
     patches = [Patch(color=colour, label=name) for name, colour in HOST_COLOURS.items()]
-    patches += [Patch(color=COLOURS[i % len(COLOURS)], label=f"slot {slot_letter(i, timeline.depth)}") for i in range(timeline.depth)]  # fmt: skip
+    for slot in range(timeline.depth):
+        patches.append(Patch(color=COLOURS[slot % len(COLOURS)], label=f"slot {slot_letter(slot, timeline.depth)}"))
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)

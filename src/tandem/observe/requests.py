@@ -3,8 +3,8 @@
 A cursor moves from a request's arrival to its end, and each stretch that it passes goes to one part, so the parts
 sum to the whole:
 
-    arrival ─queue─► planned ─behind─┬─host gap─► began ─prefill─► computed ─behind/gap─► began ─decode─► … ─delivery─► end
-                                     └ other requests' steps on the device
+    arrival ─queue─► planned ─behind, host gap─► began ─prefill─► computed ─behind, host gap─► began ─decode─► computed
+    … ─delivery─► end. Behind: other requests' steps ran on the device; host gap: the device stood still.
     preempted: from the plan that took its blocks until the plan that gave it a row again
 """
 

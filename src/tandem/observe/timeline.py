@@ -180,9 +180,9 @@ class Timeline(Observer):
     def lines(self) -> list[str]:
         """The figures for people, a line each."""
         numbers = self.numbers()
-        host, idle_s = numbers["host_step_s"], numbers["idle_s"]
+        host, idle_s, step_ms = numbers["host_step_s"], numbers["idle_s"], numbers["step_s"] * 1e3
         found = [
-            f"steps            {numbers['num_steps']}, {numbers['num_tokens']} tokens, {numbers['step_s'] * 1e3:.3f} ms a step",
+            f"steps            {numbers['num_steps']}, {step_ms:.3f} ms each; tokens {numbers['num_tokens']}",
             f"device active    {numbers['device_active_share']:.2%} of {numbers['device_span_s']:.3f} s",
         ]
         found += [
