@@ -1,0 +1,22 @@
+"""Picks an attention backend by name and device. It knows the names; each backend is imported only when chosen."""
+
+from tandem.attention.contract import AttentionBackend
+from tandem.errors import SettingError
+
+
+def attention_backend(name: str | None, device: str) -> AttentionBackend:
+    """The backend of a name; None: the default of the device ("cpu", "cuda"). Raises SettingError."""
+    name = name or ("triton" if device.startswith("cuda") else "cpu")
+    if name == "reference":
+        from tandem.attention.reference import ReferenceAttention
+
+        return ReferenceAttention()
+    if name == "cpu":
+        if device != "cpu":
+            raise SettingError(f"the attention backend 'cpu' cannot run on {device}.", hint="use 'triton'.")
+        from tandem.attention.cpu import CpuAttention
+
+        return CpuAttention()
+    raise SettingError(
+        f"there is no attention backend {name!r} for {device}.", hint="the backends are: reference, cpu."
+    )

@@ -1,0 +1,200 @@
+"""Attention over the paged cache on a CPU. It knows how to batch decodes and when SDPA applies; it starts no threads.
+
+Decodes are gathered to dense keys and values, several requests at once, and attended in one call; the heads that
+share a KV head stand as the query rows of that head, so nothing is repeated. Requests of very different lengths go in
+groups, so that a long one does not pad the short ones. Longer spans are attended one by one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.attention.contract import AttentionShape, Batch
+
+PADDING_LIMIT = 2.0
+
+
+@dataclass(slots=True)
+class _Group:
+    """Decodes of similar length. rows: their tokens; blocks_C: their tables cut to size, flat; mask_S11L: None: all."""
+
+    rows: slice | Tensor
+    num_rows: int
+    blocks_C: Tensor
+    length: int
+    mask_S11L: Tensor | None
+
+
+@dataclass(slots=True)
+class _Span:
+    """A span of several tokens. mask_QL: None: plain causal from position 0."""
+
+    rows: slice
+    blocks_B: Tensor
+    length: int
+    mask_QL: Tensor | None
+
+
+@dataclass(slots=True)
+class _Work:
+    groups: list[_Group]
+    spans: list[_Span]
+
+
+class CpuAttention:
+    """Fused attention of torch over gathered blocks; what a step's layers share is worked out once a window."""
+
+    name = "cpu"
+
+    def prepare(self, batch: Batch, block_size: int) -> None:
+        """Forget what an earlier step put into scratch."""
+        batch.scratch.clear()
+
+    def attend(
+        self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
+    ) -> Tensor:
+        """Returns [T, H, D] in the queries' dtype; zeros for padding."""
+        key = f"work {shape.window}"
+        work = batch.scratch.get(key)
+        if not isinstance(work, _Work):
+            work = _work(batch, keys_NPKD.shape[1], shape.window, queries_THD.dtype)
+            batch.scratch[key] = work
+        if len(work.groups) == 1 and not work.spans and work.groups[0].num_rows == len(queries_THD):
+            return _attend_group(queries_THD, keys_NPKD, values_NPKD, work.groups[0], shape)
+        output_THD = torch.zeros_like(queries_THD)
+        for group in work.groups:
+            output_THD[group.rows] = _attend_group(queries_THD[group.rows], keys_NPKD, values_NPKD, group, shape)
+        for span in work.spans:
+            output_THD[span.rows] = _attend_span(queries_THD[span.rows], keys_NPKD, values_NPKD, span, shape)
+        return output_THD
+
+
+def _attend_group(
+    queries_SHD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, group: _Group, shape: AttentionShape
+) -> Tensor:
+    shared = (group.num_rows, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
+    keys_SKLD = _gather(keys_NPKD, group.blocks_C, group.num_rows, group.length)
+    values_SKLD = _gather(values_NPKD, group.blocks_C, group.num_rows, group.length)
+    attended_SKGD = _attend(queries_SHD.view(shared), keys_SKLD, values_SKLD, group.mask_S11L, shape)
+    return attended_SKGD.reshape(queries_SHD.shape)
+
+
+def _attend_span(
+    queries_QHD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, span: _Span, shape: AttentionShape
+) -> Tensor:
+    keys_1KLD = _gather(keys_NPKD, span.blocks_B, 1, span.length)
+    values_1KLD = _gather(values_NPKD, span.blocks_B, 1, span.length)
+    queries_1HQD = queries_QHD.transpose(0, 1)[None]
+    if shape.softcap is not None:
+        keys_1KLD, values_1KLD = (
+            x.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=1) for x in (keys_1KLD, values_1KLD)
+        )
+    attended_1HQD = _attend(queries_1HQD, keys_1KLD, values_1KLD, span.mask_QL, shape, is_causal=span.mask_QL is None)
+    return attended_1HQD[0].transpose(0, 1)
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shape: AttentionShape, is_causal: bool = False
+) -> Tensor:
+    """[S, heads, Q, D] against [S, heads or KV heads, L, D]; SDPA knows no softcap, so that is written out."""
+    if shape.softcap is None:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=shape.scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )  # fmt: skip
+    scores = queries.float() @ keys.float().transpose(-1, -2) * shape.scale
+    scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    if is_causal:
+        mask = causal_mask(0, scores.shape[-2], 0, scores.shape[-1], None)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return (scores.softmax(dim=-1) @ values.float()).to(queries.dtype)
+
+
+def _gather(cache_NPKD: Tensor, blocks_C: Tensor, num_rows: int, length: int) -> Tensor:
+    """Blocks of several requests, one behind another → [S, K, length, D], a view of dense memory."""
+    dense_SLKD = cache_NPKD.index_select(0, blocks_C).view(num_rows, -1, *cache_NPKD.shape[2:])
+    return dense_SLKD[:, :length].transpose(1, 2)
+
+
+def causal_mask(first_query: int, num_queries: int, first_key: int, num_keys: int, window: int | None) -> Tensor:
+    """True where a query position sees a key position, [Q, L]."""
+    query_Q1 = torch.arange(first_query, first_query + num_queries)[:, None]
+    key_1L = torch.arange(first_key, first_key + num_keys)[None]
+    seen_QL = key_1L <= query_Q1
+    if window is not None:
+        seen_QL &= key_1L > query_Q1 - window
+    return seen_QL
+
+
+def _work(batch: Batch, block_size: int, window: int | None, dtype: torch.dtype) -> _Work:
+    """Groups of decodes and longer spans, with tables cut to what the window sees."""
+    spans = batch.host_spans
+    if not spans:
+        starts, lengths = batch.query_starts_S1.tolist(), batch.lengths_S.tolist()
+        counts = [after - first for first, after in zip(starts, starts[1:], strict=False)]
+        spans = [(length - count, count) if length else (0, 0) for length, count in zip(lengths, counts, strict=True)]
+    decodes = [(start + 1, span) for span, (start, count) in enumerate(spans[: batch.num_decodes]) if count]
+    groups = [_group(batch, members, block_size, window) for members in _by_length(decodes)]
+    work, row = _Work(groups, []), batch.num_decodes
+    for span, (start, count) in enumerate(spans[batch.num_decodes :], batch.num_decodes):
+        if count:
+            work.spans.append(_span(batch, span, slice(row, row + count), start, block_size, window))
+        row += count
+    return work
+
+
+def _by_length(decodes: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Split (length, span) pairs so that no group's longest is more than PADDING_LIMIT times its shortest."""
+    if not decodes:
+        return []
+    shortest = min(decodes)[0]
+    if max(decodes)[0] <= PADDING_LIMIT * shortest + 64:
+        return [decodes]
+    groups: list[list[tuple[int, int]]] = []
+    limit = 0.0
+    for length, span in sorted(decodes):
+        if length > limit:
+            groups.append([])
+            limit = PADDING_LIMIT * length + 64
+        groups[-1].append((length, span))
+    return groups
+
+
+def _group(batch: Batch, members: list[tuple[int, int]], block_size: int, window: int | None) -> _Group:
+    spans = [span for _, span in members]
+    lengths_S = torch.tensor([length for length, _ in members])
+    firsts_S = torch.zeros_like(lengths_S)
+    if window is not None:
+        firsts_S = (lengths_S - window).clamp(min=0) // block_size
+    seen_S = lengths_S - firsts_S * block_size
+    longest = int(seen_S.max())
+    in_order = spans == list(range(len(spans)))
+    rows: slice | Tensor = slice(0, len(spans)) if in_order else torch.tensor(spans)
+    columns = torch.arange(-(-longest // block_size))
+    tables_SB = batch.tables_SB[rows]
+    if window is None:
+        blocks_C = tables_SB[:, : len(columns)].reshape(-1)
+    else:
+        last = batch.tables_SB.shape[1] - 1
+        blocks_C = tables_SB.gather(1, (firsts_S[:, None] + columns).clamp(max=last)).reshape(-1)
+    mask_S11L = None
+    positions_SL = (firsts_S * block_size)[:, None] + torch.arange(longest)
+    seen_SL = positions_SL < lengths_S[:, None]
+    if window is not None:
+        seen_SL &= positions_SL >= lengths_S[:, None] - window
+    if not bool(seen_SL.all()):
+        mask_S11L = seen_SL[:, None, None]
+    return _Group(rows, len(spans), blocks_C.long(), longest, mask_S11L)
+
+
+def _span(batch: Batch, span: int, rows: slice, start: int, block_size: int, window: int | None) -> _Span:
+    count = rows.stop - rows.start
+    first = 0 if window is None else max(0, start - window + 1) // block_size
+    length = start + count - first * block_size
+    blocks_B = batch.tables_SB[span, first : -(-(start + count) // block_size)].long()
+    plain = start == 0 and (window is None or count <= window)
+    mask_QL = None if plain else causal_mask(start, count, first * block_size, length, window)
+    return _Span(rows, blocks_B, length, mask_QL)

@@ -1,0 +1,120 @@
+"""Linear layers behind one interface, so that a block does not know how its weights are stored.
+
+A layer may merge several matrices of the checkpoint into one (queries, keys and values; gate and up): its *parts* are
+the output sizes, in order, and each part has a target of its own. What a quantised scheme stores is in quantised.py.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tandem.errors import ModelError
+from tandem.layers.target import Target, whole
+
+
+class Linear(nn.Module):
+    """y = x · Wᵀ + b for the merged W of the parts, each [part, in_size] in the checkpoint."""
+
+    def __init__(self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.in_size = in_size
+        self.parts = tuple(parts)
+        self.out_size = sum(parts)
+        self.starts = (0, *accumulate(parts))
+        self.bias = _parameter((self.out_size,), dtype, device) if bias else None
+
+    def target(self, part: int = 0) -> Target:
+        """Where the checkpoint's matrix of one part goes."""
+        rows = slice(self.starts[part], self.starts[part + 1])
+        return Target((self.parts[part], self.in_size), lambda tensor: self.write_rows(rows, tensor))
+
+    def bias_target(self, part: int = 0) -> Target:
+        """Where the checkpoint's bias of one part goes."""
+        assert self.bias is not None
+        return whole(self.bias.data[self.starts[part] : self.starts[part + 1]])
+
+    def write_rows(self, rows: slice, tensor_OI: Tensor) -> None:
+        """Store rows of the merged matrix."""
+        raise NotImplementedError
+
+
+class RowLinear(Linear):
+    """Stored as in the checkpoint, [out, in]."""
+
+    def __init__(self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__(in_size, parts, bias, dtype, device)
+        self.weight_OI = _parameter((self.out_size, in_size), dtype, device)
+
+    def write_rows(self, rows: slice, tensor_OI: Tensor) -> None:
+        self.weight_OI.data[rows].copy_(tensor_OI)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return F.linear(x_TI, self.weight_OI, self.bias)
+
+
+class ColumnLinear(Linear):
+    """Stored transposed, [in, out]: the faster order for the matrix libraries of CPUs at small batches."""
+
+    def __init__(self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__(in_size, parts, bias, dtype, device)
+        self.weight_IO = _parameter((in_size, self.out_size), dtype, device)
+
+    def write_rows(self, rows: slice, tensor_OI: Tensor) -> None:
+        self.weight_IO.data[:, rows].copy_(tensor_OI.t())
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.mm(x_TI, self.weight_IO)
+        return torch.addmm(self.bias, x_TI, self.weight_IO)
+
+
+class LinearScheme(Protocol):
+    """Makes the linear layers of a model."""
+
+    name: str
+
+    def create(
+        self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
+        """A layer with uninitialised weights."""
+
+    def create_head(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device) -> Linear | None:
+        """A matrix for the logits, or None: as dense weights, shared with the embedding where the model ties them."""
+
+
+class Dense:
+    """Weights in the model's dtype: [out, in] on a GPU, [in, out] on a CPU."""
+
+    name = "dense"
+
+    def create(
+        self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
+        kind = ColumnLinear if device.type == "cpu" else RowLinear
+        return kind(in_size, parts, bias, dtype, device)
+
+    def create_head(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device) -> Linear | None:
+        return None
+
+
+def linear_scheme(name: str | None, device: torch.device) -> LinearScheme:
+    """The scheme of a name: None or "dense", "w8a8", "int4". Raises ModelError for others and for a wrong device."""
+    if name in (None, "dense"):
+        return Dense()
+    from tandem.layers.quantised import SCHEMES
+
+    if name not in SCHEMES:
+        raise ModelError(
+            f"there is no quantisation {name!r}.", hint=f"the schemes are: dense, {', '.join(sorted(SCHEMES))}."
+        )
+    if device.type != "cpu":
+        raise ModelError(f"quantisation {name!r} runs on the CPU only; the device is {device.type}.")
+    return SCHEMES[name]()
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,103 @@
+"""A decoder-only transformer over a paged cache. It knows blocks and tensor names; not files, plans or devices.
+
+One step: ids → embedding → blocks → final norm (of the sampled rows only) → hidden; logits on demand.
+"""
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tandem import kernels
+from tandem.layers.attention import AttentionBackend, Batch, KVCache
+from tandem.layers.linear import LinearScheme
+from tandem.layers.norm import norm_weight
+from tandem.layers.rotary import RopeSpec, cos_sin_table
+from tandem.layers.target import Target, whole
+from tandem.models.blocks import Block, SandwichBlock
+from tandem.models.spec import ModelSpec
+
+IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|self_attn\.(masked_)?bias$")
+IGNORED_TOWERS = ("vision_tower.", "multi_modal_projector.")
+
+
+class Decoder(nn.Module):
+    """Holds parameters and rope tables, nothing of any request; forward is safe to capture as a CUDA graph."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, scheme: LinearScheme) -> None:
+        super().__init__()
+        self.spec = spec
+        # Rounded to the model's dtype, as Gemma was trained.
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        tables: dict[RopeSpec, Tensor] = {}
+        for layer in range(spec.num_layers):
+            rope = spec.rope_of(layer)
+            if rope not in tables:
+                tables[rope] = cos_sin_table(rope, spec.max_length, device)
+        shape = (spec.num_logits, spec.hidden_size)
+        self.embedding_VE = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        kind = SandwichBlock if spec.sandwich else Block
+        self.blocks = nn.ModuleList(
+            [kind(spec, n, tables[spec.rope_of(n)], scheme, dtype, device) for n in range(spec.num_layers)]
+        )
+        self.norm_E = norm_weight(spec.hidden_size, device)
+        self.head = scheme.create_head(spec.hidden_size, spec.num_logits, dtype, device)
+        if self.head is None:
+            head_VE = self.embedding_VE if spec.tied else nn.Parameter(torch.empty_like(self.embedding_VE), False)
+            self.head_VE = head_VE
+
+    def forward(self, batch: Batch, cache: KVCache, backend: AttentionBackend) -> Tensor:
+        """Compute a step, its keys and values written into the cache. Calls backend.prepare first.
+
+        Returns [R, E] behind the final norm: the rows batch.sampled_R, or all T.
+        """
+        backend.prepare(batch, cache.block_size)
+        hidden_TE = F.embedding(batch.ids_T, self.embedding_VE)
+        if self.spec.embedding_scale != 1.0:
+            hidden_TE = hidden_TE * self.embedding_scale
+        residual_TE: Tensor | None = None
+        for block, keys_NPKD, values_NPKD in zip(self.blocks, cache.keys, cache.values, strict=True):
+            hidden_TE, residual_TE = block(hidden_TE, residual_TE, batch, keys_NPKD, values_NPKD, backend)
+        assert residual_TE is not None
+        if batch.sampled_R is not None:
+            hidden_TE, residual_TE = hidden_TE[batch.sampled_R], residual_TE[batch.sampled_R]
+        return kernels.add_rms_norm(hidden_TE, residual_TE, self.norm_E, self.spec.norm_eps)[0]
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """float32 [R, V]."""
+        if self.head is None:
+            logits_RV = F.linear(hidden_RE, self.head_VE).float()
+        else:
+            logits_RV = self.head(hidden_RE).float()
+        if self.spec.logit_softcap is not None:
+            logits_RV = torch.tanh(logits_RV / self.spec.logit_softcap) * self.spec.logit_softcap
+        return logits_RV
+
+    def targets(self) -> dict[str, Target]:
+        """Hugging Face tensor name → its place; together they cover every parameter exactly once."""
+        places = {"model.norm.weight": whole(self.norm_E.data, self.spec.norm_offset)}
+        places["model.embed_tokens.weight"] = self._embedding_target()
+        if not self.spec.tied:
+            places["lm_head.weight"] = whole(self.head_VE.data) if self.head is None else self.head.target()
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            places |= {f"model.layers.{layer}.{name}": target for name, target in block.targets().items()}
+        return {f"{self.spec.tensor_prefix}{name}": target for name, target in places.items()}
+
+    def _embedding_target(self) -> Target:
+        head = self.head.target() if self.head is not None and self.spec.tied else None
+
+        def store(tensor_VE: Tensor) -> None:
+            self.embedding_VE.copy_(tensor_VE)
+            if head is not None:
+                head.write(tensor_VE)
+
+        return Target(tuple(self.embedding_VE.shape), store)
+
+    def ignored(self, name: str) -> bool:
+        """A tensor that a checkpoint may hold and this model does not need: rotary buffers, a tied head, a tower."""
+        if self.spec.tensor_prefix and name.startswith(IGNORED_TOWERS):
+            return True
+        inner = name.removeprefix(self.spec.tensor_prefix)
+        return IGNORED.search(inner) is not None or (self.spec.tied and inner == "lm_head.weight")
