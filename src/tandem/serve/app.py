@@ -1,0 +1,72 @@
+"""The routes, and what stands before and behind them. It knows which function answers what; not how."""
+
+import logging
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from tandem.errors import TandemError
+from tandem.serve import generate, operate
+from tandem.serve.failure import HttpError, response_of
+from tandem.serve.guard import KeyGuard
+from tandem.serve.service import Service
+
+log = logging.getLogger("tandem.serve")
+
+ROUTES: tuple[BaseRoute, ...] = (
+    Route("/v1/chat/completions", generate.chat, methods=["POST"]),
+    Route("/v1/completions", generate.completions, methods=["POST"]),
+    Route("/v1/embeddings", operate.embeddings, methods=["POST"]),
+    Route("/v1/models", operate.models, methods=["GET"]),
+    Route("/v1/models/{name:path}", operate.model, methods=["GET"]),
+    Route("/tokenize", operate.tokenize, methods=["POST"]),
+    Route("/detokenize", operate.detokenize, methods=["POST"]),
+    Route("/health", operate.health, methods=["GET"]),
+    Route("/ready", operate.ready, methods=["GET"]),
+    Route("/load", operate.load, methods=["GET"]),
+    Route("/version", operate.version, methods=["GET"]),
+)
+
+
+def create_app(
+    service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
+) -> Starlette:
+    """The application. keys: API keys, none means open; origins: who may call from a browser, none by default."""
+    middleware = []
+    if origins:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+        )
+    if keys:
+        middleware.append(Middleware(KeyGuard, keys=keys))
+    app = Starlette(
+        routes=[*ROUTES, *routes],
+        middleware=middleware,
+        exception_handlers={TandemError: _refused, HTTPException: _unrouted, Exception: _failed},
+    )
+    app.state.service = service
+    return app
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return response_of(error)
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        wrong = HttpError(f"{request.url.path} does not take {request.method}.", code="method_not_allowed")
+        wrong.headers.update(error.headers or {})
+        return response_of(wrong)
+    return response_of(HttpError(f"there is no route {request.url.path}.", code="not_found"))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return response_of(error)
