@@ -234,6 +234,7 @@ class Change(NamedTuple):
     prompt_logprobs entries for prompt positions computed in this step, in order, if asked for.
     error           the message of a failure, with finish "error".
     cached          prompt tokens that came from the prefix cache; set in the first change.
+    code            with an error: the RequestError's code if the request was at fault, else None.
     """
 
     request: str
@@ -243,6 +244,7 @@ class Change(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     error: str | None = None
     cached: int = 0
+    code: str | None = None
 
 
 @dataclass(slots=True)

@@ -2,17 +2,18 @@
 
 front end (serve, LLM, CLI)                     engine (loop, planner, runner)
 text, templates, stop strings                   token ids, blocks, steps
-        │  Add(request) · Abort(id)                     │
+        │  Add(request) · Abort(id) · Call · Close      │
         ├──────────────────────────────────────────────►│   mail
         │◄──────────────────────────────────────────────┤   news: the changes of one step, in one message
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tandem.errors import TandemError
-from tandem.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from tandem.request import Change, FinishReason, Request, SamplingParams, TokenLogprobs
 
 
 class Add(NamedTuple):
@@ -27,7 +28,110 @@ class Abort(NamedTuple):
     request: str
 
 
-Mail = Add | Abort
+class Call(NamedTuple):
+    """Mail: do something between two steps and answer. number names the answer; the argument is plain text."""
+
+    number: int
+    name: str
+    argument: str = ""
+
+
+class Close(NamedTuple):
+    """Mail: collect what is in flight, plan nothing more, stop."""
+
+
+Mail = Add | Abort | Call | Close
+
+
+class Mailbox(Protocol):
+    """The loop's end of the border. Called on the loop's thread; only ``wait`` blocks, however slow the readers."""
+
+    def take(self) -> Sequence[Mail]:
+        """All mail that has come, in order; empty if none has."""
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until there is mail, or the time is over. May wake for nothing."""
+
+    def deliver(self, changes: Sequence[Change]) -> None:
+        """Send the changes of one step."""
+
+    def answer(self, number: int, value: Any, error: TandemError | None) -> None:
+        """Answer a Call: with a plain value, or with the error it raised."""
+
+    def report(self, statistics: dict[str, Any]) -> None:
+        """Send a snapshot; at the same time a sign of progress."""
+
+    def stopped(self, error: TandemError | None) -> None:
+        """The last word: the loop has stopped, of this error or because it was told to (None)."""
+
+
+class Listener(Protocol):
+    """The front end's end of the border. Called on one thread of the host's; must be quick."""
+
+    def news(self, changes: Sequence[Change]) -> None: ...
+
+    def stopped(self, error: TandemError | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a front end must know of the engine it talks to. Plain data: it crosses the border once, at start.
+
+    tokenizer_json  for tokenizers.Tokenizer.from_str; None: only token ids can be served, and no text comes back.
+    max_length      positions of a request: prompt plus answer.
+    num_logits      rows of the output matrix: the token ids that may be fed and biased.
+    num_blocks      KV blocks in the pool, of block_size tokens each.
+    add_bos         plain prompts begin with bos_id.
+    chat_template   Jinja source, or None.
+    defaults        sampling parameters that the model's generation_config.json recommends.
+    settings        Resolved.as_dict(): settings, reasons, facts.
+    lines           the banner: settings with reasons, memory, notes. phases_s: start-up phase → seconds.
+    """
+
+    name: str
+    tokenizer_json: str | None
+    max_length: int
+    num_logits: int
+    num_blocks: int
+    block_size: int
+    seed: int = 0
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    add_bos: bool = False
+    chat_template: str | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+
+class Host(Protocol):
+    """Where a loop runs: a thread of this process, or a process of its own. Any thread may call it."""
+
+    card: Card
+
+    @property
+    def error(self) -> TandemError | None:
+        """Why the engine is dead, or None."""
+
+    @property
+    def statistics(self) -> Mapping[str, Any]:
+        """The loop's last report."""
+
+    @property
+    def heard_s(self) -> float:
+        """time.perf_counter of the last sign of progress."""
+
+    def send(self, mail: Mail) -> None:
+        """Never blocks. Raises EngineDeadError once the engine has stopped."""
+
+    def call(self, name: str, argument: str = "") -> "Future[Any]":
+        """Have the loop do something between two steps. The future raises EngineDeadError if the engine stops."""
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the loop and give everything back; kill what does not obey in time. Idempotent."""
 
 
 @dataclass(slots=True)

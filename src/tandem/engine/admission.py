@@ -1,0 +1,156 @@
+"""What lies between the mail and the planner: grammars being compiled, requests held back, calls that wait.
+
+It knows neither steps nor devices. A request with a grammar is compiled on a thread of its own; meanwhile the loop
+goes on. A call that needs an idle engine (new weights) holds every later request back until it is done, so requests
+that run finish on what they began with: they *drain*.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.engine.contract import Call, Mailbox
+from tandem.errors import RequestError, TandemError
+from tandem.observer import Observers
+from tandem.plan import Mask, Planner
+from tandem.request import Change, Request
+
+log = logging.getLogger("tandem.engine")
+
+CompileMask = Callable[[Request], Mask]
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What a Call may ask for. drains: only when nothing runs."""
+
+    do: Callable[[str], Any]
+    drains: bool = False
+
+
+class Admission:
+    """Hands requests to the planner, each when it is ready. Loop's thread only."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        mailbox: Mailbox,
+        observers: Observers,
+        compile_mask: CompileMask | None,
+        errands: Mapping[str, Errand],
+    ) -> None:
+        self._planner, self._mailbox, self._observers = planner, mailbox, observers
+        self._compile_mask = compile_mask
+        self._errands = errands
+        self._compiling: dict[str, Request] = {}
+        self._compiled: deque[tuple[Request, Future[Mask]]] = deque()
+        self._held: dict[str, tuple[Request, Mask | None]] = {}
+        self._calls: deque[Call] = deque()
+        self._compiler: ThreadPoolExecutor | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing compiles, waits or is held back."""
+        return not (self._compiling or self._compiled or self._held or self._calls)
+
+    def add(self, request: Request, now_s: float) -> Change | None:
+        """Returns the last change if the request was refused."""
+        if request.params.constraint is None:
+            return self._enter(request, None, now_s)
+        if self._compile_mask is None:
+            return self._refuse(request, RequestError("this engine has no grammars.", param="response_format"), now_s)
+        if self._compiler is None:
+            self._compiler = ThreadPoolExecutor(1, thread_name_prefix="tandem-grammar")
+        self._compiling[request.id] = request
+        future = self._compiler.submit(self._compile_mask, request)
+        future.add_done_callback(lambda done: self._compiled.append((request, done)))
+        return None
+
+    def abort(self, request: str) -> Change | None:
+        if self._compiling.pop(request, None) or self._held.pop(request, None):
+            return Change(request, finish="abort")
+        return self._planner.abort(request)
+
+    def call(self, call: Call) -> None:
+        errand = self._errands.get(call.name)
+        if errand is None:
+            self._mailbox.answer(call.number, None, TandemError(f"the engine knows no call {call.name!r}."))
+        elif errand.drains:
+            self._calls.append(call)
+        else:
+            self._run(call, errand)
+
+    def advance(self, now_s: float, drained: bool) -> list[Change]:
+        """Take in what has been compiled; if nothing runs any more, do the calls that waited for that."""
+        changes = []
+        while self._compiled:
+            request, future = self._compiled.popleft()
+            if self._compiling.pop(request.id, None) is None:
+                continue  # aborted meanwhile
+            error = future.exception()
+            change = self._refuse(request, error, now_s) if error else self._enter(request, future.result(), now_s)
+            if change is not None:
+                changes.append(change)
+        if self._calls and drained:
+            while self._calls:
+                call = self._calls.popleft()
+                self._run(call, self._errands[call.name])
+            held, self._held = self._held, {}
+            changes += [c for r, mask in held.values() if (c := self._enter(r, mask, now_s)) is not None]
+        return changes
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
+        while self._calls:
+            self._mailbox.answer(self._calls.popleft().number, None, TandemError("the engine was closed first."))
+
+    def _enter(self, request: Request, mask: Mask | None, now_s: float) -> Change | None:
+        if self._calls:
+            self._held[request.id] = (request, mask)
+            return None
+        try:
+            self._planner.add(request, mask)
+        except Exception as error:
+            return self._refuse(request, error, now_s)
+        if self._observers:
+            self._observers.tell("request_added", request, now_s)
+        return None
+
+    def _refuse(self, request: Request, error: BaseException, now_s: float) -> Change:
+        if not isinstance(error, TandemError):
+            log.error("request %s failed on the way in", request.id, exc_info=error)
+        if self._observers:
+            self._observers.tell("request_refused", request, error, now_s)
+        code = error.code if isinstance(error, RequestError) else None
+        return Change(request.id, finish="error", error=str(error) or type(error).__name__, code=code)
+
+    def _run(self, call: Call, errand: Errand) -> None:
+        try:
+            value = errand.do(call.argument)
+        except Exception as error:
+            if not isinstance(error, TandemError):
+                log.exception("the call %r failed", call.name)
+                error = TandemError(f"{call.name} failed: {type(error).__name__}: {error}")
+            self._mailbox.answer(call.number, None, error)
+        else:
+            self._mailbox.answer(call.number, value, None)
+
+    def statistics(self) -> dict[str, int]:
+        return {"compiling": len(self._compiling), "held": len(self._held), "calls": len(self._calls)}
+
+
+def first_words(text: str, limit: int = 400) -> str:
+    """The beginning of a message that may be long."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def describe(error: BaseException) -> str:
+    """One line about a failure that nobody foresaw."""
+    return first_words(f"{type(error).__name__}: {error}".replace("\n", " "))
+
+
+__all__: Sequence[str] = ("Admission", "CompileMask", "Errand", "describe")
