@@ -1,0 +1,110 @@
+"""The three kernels of step.py in Triton. They know rows, block tables and positions."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _copy_table(source, target, used, TILE: tl.constexpr):
+    for first in range(0, used, TILE):
+        columns = first + tl.arange(0, TILE)
+        tl.store(target + columns, tl.load(source + columns, mask=columns < used), mask=columns < used)
+
+
+@triton.jit
+def _spread_kernel(
+    ids, rows, positions, span_rows, lengths, last, tables, slots, span_tables, num_tokens, num_tiles,
+    table_stride, span_stride, P: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < num_tiles:
+        tokens = program * TILE + tl.arange(0, TILE)
+        inside = tokens < num_tokens
+        row = tl.load(rows + tokens, mask=inside, other=-1).to(tl.int64)
+        position = tl.load(positions + tokens, mask=inside, other=0)
+        token = tl.load(ids + tokens, mask=inside, other=0)
+        carried = tl.load(last + row, mask=inside & (row >= 0) & (token < 0), other=0)
+        tl.store(ids + tokens, tl.where(token < 0, carried, token), mask=inside & (token < 0))
+        block = tl.load(tables + row * table_stride + position // P, mask=row >= 0, other=0).to(tl.int64)
+        tl.store(slots + tokens, tl.where(row >= 0, block * P + position % P, -1), mask=inside)
+    else:
+        span = (program - num_tiles).to(tl.int64)
+        row = tl.load(span_rows + span).to(tl.int64)
+        used = tl.where(row >= 0, (tl.load(lengths + span) + P - 1) // P, 0)
+        _copy_table(tables + row * table_stride, span_tables + span * span_stride, used, TILE)
+
+
+@triton.jit
+def _advance_kernel(
+    rows, starts, last, tables, turn, ids, positions, slots, lengths, span_tables, num_turns,
+    table_stride, span_stride, P: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    span = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + span).to(tl.int64)
+    start = tl.load(starts + span)
+    taken = row >= 0
+    position = tl.where(taken, start, 0)
+    block = tl.load(tables + row * table_stride + position // P, mask=taken, other=0).to(tl.int64)
+    tl.store(ids + span, tl.load(last + row, mask=taken, other=0))
+    tl.store(positions + span, position)
+    tl.store(slots + span, tl.where(taken, block * P + position % P, -1))
+    tl.store(lengths + span, tl.where(taken, position + 1, 0).to(tl.int32))
+    tl.store(starts + span, start + 1)
+    used = tl.where(taken, position // P + 1, 0).to(tl.int32)
+    _copy_table(tables + row * table_stride, span_tables + span * span_stride, used, TILE)
+    if span == 0:
+        tl.store(turn, (tl.load(turn) + 1) % num_turns)
+
+
+@triton.jit
+def _finish_kernel(
+    tokens, hidden, rows, last, home, turn, size, hidden_stride, home_stride, TILE: tl.constexpr
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64)
+    num_bad = 0
+    for first in range(0, size, TILE):
+        columns = first + tl.arange(0, TILE)
+        x = tl.load(hidden + place * hidden_stride + columns, mask=columns < size, other=0.0).to(tl.float32)
+        num_bad += tl.sum((tl.abs(x) < float("inf")).to(tl.int32) ^ 1)
+    token = tl.load(tokens + place).to(tl.int64)
+    row = tl.load(rows + place).to(tl.int64)
+    tl.store(last + row, tl.where(num_bad == 0, token, 0), mask=row >= 0)
+    tl.store(home + tl.load(turn) * home_stride + place, tl.where(num_bad == 0, token, -1))
+
+
+TILE = 128
+
+
+def spread_triton(
+    ids_T: Tensor, rows_T: Tensor, positions_T: Tensor, rows_S: Tensor, lengths_S: Tensor, last_R: Tensor,
+    tables_RB: Tensor, block_size: int, slots_T: Tensor, tables_SB: Tensor,
+) -> None:  # fmt: skip
+    """See spread_torch."""
+    num_tiles = -(-len(ids_T) // TILE)
+    _spread_kernel[(num_tiles + len(rows_S),)](
+        ids_T, rows_T, positions_T, rows_S, lengths_S, last_R, tables_RB, slots_T, tables_SB, len(ids_T), num_tiles,
+        tables_RB.stride(0), tables_SB.stride(0), P=block_size, TILE=TILE,
+    )  # fmt: skip
+
+
+def advance_triton(
+    rows_S: Tensor, starts_S: Tensor, last_R: Tensor, tables_RB: Tensor, block_size: int, turn_1: Tensor,
+    num_turns: int, ids_S: Tensor, positions_S: Tensor, slots_S: Tensor, lengths_S: Tensor, tables_SB: Tensor,
+) -> None:  # fmt: skip
+    """See advance_torch."""
+    _advance_kernel[(len(rows_S),)](
+        rows_S, starts_S, last_R, tables_RB, turn_1, ids_S, positions_S, slots_S, lengths_S, tables_SB, num_turns,
+        tables_RB.stride(0), tables_SB.stride(0), P=block_size, TILE=TILE,
+    )  # fmt: skip
+
+
+def finish_triton(
+    tokens_R: Tensor, hidden_RE: Tensor, rows_R: Tensor, last_R: Tensor, home_DR: Tensor, turn_1: Tensor
+) -> None:
+    """See finish_torch."""
+    if len(tokens_R):
+        _finish_kernel[(len(tokens_R),)](
+            tokens_R, hidden_RE, rows_R, last_R, home_DR, turn_1, hidden_RE.shape[1], hidden_RE.stride(0),
+            home_DR.stride(0), TILE=1024,
+        )  # fmt: skip
