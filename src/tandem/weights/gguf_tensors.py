@@ -16,7 +16,10 @@ from tandem.weights.gguf import GGUF, TensorInfo
 from tandem.weights.gguf_config import Rename, renames
 from tandem.weights.stored import Stored
 
-_CHUNK_BLOCKS = 1 << 14  # half a million elements: temporaries stay in cache and peak memory at one tensor
+# Under torch's grain size (32768 elements), so that no chunk waits for a thread that other work keeps from its core;
+# one thread with its temporaries in cache is as fast as two.
+_CHUNK_BLOCKS = 1000
+_LIBRARY_CHUNK = 1 << 19  # elements: numpy's temporaries take several times their bytes
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -67,7 +70,7 @@ def _library(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     number = GGMLQuantizationType[kind]
     row_bytes = shape[-1] // GGML_QUANT_SIZES[number][0] * GGML_QUANT_SIZES[number][1]
     rows, out = raw.view(-1, row_bytes), torch.empty(math.prod(shape[:-1]), shape[-1])
-    step = max(1, (_CHUNK_BLOCKS * 32) // shape[-1])
+    step = max(1, _LIBRARY_CHUNK // shape[-1])
     try:
         for first in range(0, rows.shape[0], step):
             part = slice(first, first + step)

@@ -53,6 +53,7 @@ class ModelSource(TextSide):
     kind                 "folder", "gguf" or "random".
     config               in the words of a Hugging Face config.json.
     generation_defaults  generation_config.json, or {}.
+    quantization         the quantization_config, taken out of config: load() presents dense tensors to the model.
     """
 
     name: str = ""
@@ -60,6 +61,7 @@ class ModelSource(TextSide):
     kind: str = "folder"
     config: dict[str, Any] = field(default_factory=dict)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    quantization: dict[str, Any] | None = None
 
 
 def locate(
@@ -134,13 +136,31 @@ def _read(path: Path, model: str | None, random: bool) -> ModelSource:
         gguf = read_gguf(path)
         kind = "random" if random else "gguf"
         return ModelSource(name=name, path=path, kind=kind, config=gguf_config(gguf), **vars(_gguf_text(gguf)))
-    config = read_json(path / "config.json")
+    config, quantization = _quantization(path, read_json(path / "config.json"))
     defaults = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     text = _folder_text(path, config, defaults)
     kind = "random" if random else "folder"
     return ModelSource(
-        name=name, path=path, kind=kind, config=config, generation_defaults=defaults, **vars(text)
-    )  # fmt: skip
+        name=name,
+        path=path,
+        kind=kind,
+        config=config,
+        generation_defaults=defaults,
+        quantization=quantization,
+        **vars(text),
+    )
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The config without its quantisation, and that; older GPTQ folders keep it in a file of its own."""
+    inner = config.get("text_config")
+    found = config.get("quantization_config") or (inner or {}).get("quantization_config")
+    if not found and (folder / "quantize_config.json").is_file():
+        found = {"quant_method": "gptq"} | read_json(folder / "quantize_config.json")
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(inner, dict):
+        config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
+    return config, found or None
 
 
 def read_text_side(path: Path, config: dict[str, Any], defaults: dict[str, Any]) -> TextSide:
