@@ -1,1 +1,1 @@
-"""kv."""
+"""Who owns which KV block. It knows no device."""

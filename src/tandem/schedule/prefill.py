@@ -1,0 +1,158 @@
+"""The prefill chunks of a step: how the tokens that decodes leave over are shared. It holds the fairness rule.
+
+1. The *first in line* (most important, then oldest, of those that prefill or wait) is promised half of what the
+   decodes leave, all of it if nobody else can use it. So every prompt gets to the front and then finishes.
+2. The rest goes to the others, the shortest remaining prompt first (under "priority": within the same importance). So
+   a short prompt passes a long one within a few steps, and what nobody takes goes back to the first in line.
+3. If the first in line waits for blocks, shorter ones that fit may overtake it, MAX_OVERTAKES times; then nobody
+   joins before it. So it cannot starve either.
+"""
+
+from collections.abc import Iterator
+
+from tandem.plan import Arrival, Span
+from tandem.schedule.draft import Draft
+from tandem.schedule.progress import Progress
+from tandem.schedule.running import Running
+
+MAX_OVERTAKES = 32
+
+
+def plan_prefills(running: Running, draft: Draft, budget: int) -> None:
+    """Share budget tokens out; sets draft.held if the first waiting request could not join."""
+    waiting = running.waiting
+    if not running.prefilling and not len(waiting):
+        return
+    if budget <= 0 or (not running.prefilling and not running.free_rows):
+        draft.held = "" if not len(waiting) else "rows" if not running.free_rows else "tokens"
+        return
+    head = _first_in_line(running, draft)
+    blocked = waiting.first() if draft.held == "blocks" else None
+    joiners = _Door(running, draft, blocked)
+    others = sorted((p for p in running.prefilling if p is not head and _is_ready(p)), key=_size)
+    promised = 0
+    if head is not None:
+        lone = not others and not joiners.is_open
+        promised = min(head.remaining, budget if lone else (budget + 1) // 2)
+    rest = budget - promised
+    if rest > 0:
+        for progress in _shortest_first(others, joiners):
+            rest -= _plan_chunk(running, progress, draft, rest)
+            if rest <= 0:
+                break
+    if head is not None:
+        _plan_chunk(running, head, draft, promised + rest)
+    if len(waiting) and not draft.held:
+        draft.held = "tokens" if running.free_rows else "rows"
+    running.tidy()
+
+
+def _first_in_line(running: Running, draft: Draft) -> Progress | None:
+    """Whoever is promised a share; admitted if it waits and there is room."""
+    head = min((p for p in running.prefilling if _is_ready(p)), key=_key, default=None)
+    first = running.waiting.first()
+    if first is not None and (head is None or first.key < head.key):
+        if not running.free_rows:
+            draft.held = "rows"
+        elif running.admit(first, draft):
+            return first
+        else:
+            draft.held = "blocks"
+    return head
+
+
+class _Door:
+    """Lets the shortest waiting request in, while there are rows and blocks and nobody is overtaken too often."""
+
+    def __init__(self, running: Running, draft: Draft, blocked: Progress | None) -> None:
+        self._running, self._draft, self._blocked = running, draft, blocked
+        self._shut = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.next is not None
+
+    @property
+    def next(self) -> Progress | None:
+        blocked = self._blocked
+        if self._shut or not self._running.free_rows or (blocked and blocked.num_overtakes >= MAX_OVERTAKES):
+            return None
+        shortest = self._running.waiting.shortest()
+        return None if shortest is blocked else shortest
+
+    def admit(self, progress: Progress) -> bool:
+        self._shut = not self._running.admit(progress, self._draft)
+        if self._shut:
+            self._draft.held = "blocks"
+        elif self._blocked is not None:
+            self._blocked.num_overtakes += 1
+        return not self._shut
+
+
+def _shortest_first(others: list[Progress], door: _Door) -> Iterator[Progress]:
+    for progress in others:
+        while (joiner := door.next) is not None and (joiner.key[0], joiner.size) < _size(progress)[:2]:
+            if door.admit(joiner):
+                yield joiner
+        yield progress
+    while (joiner := door.next) is not None:
+        if door.admit(joiner):
+            yield joiner
+
+
+def _plan_chunk(running: Running, progress: Progress, draft: Draft, budget: int) -> int:
+    """Compute up to budget of the request's tokens; returns how many. The last one samples, if its grammar can."""
+    length = min(progress.remaining, budget)
+    samples = length == progress.remaining
+    if samples and progress.mask is not None:
+        allowed = progress.mask_now()
+        if allowed is not None:
+            draft.masks.append((progress.row, allowed))
+        elif progress.error is None:
+            length, samples = length - 1, False
+    if length <= 0:
+        return 0
+    if not progress.arrived:
+        progress.arrived = True
+        draft.arrivals.append(_arrival(progress))
+    draft.spans.append(Span(progress.id, progress.row, progress.computed, length, progress.new_blocks, samples))
+    draft.owners.append(progress)
+    progress.new_blocks = ()
+    progress.computed += length
+    if progress.prompt_step < 0 and progress.computed >= progress.prompt_length:
+        progress.prompt_step = draft.step
+    if samples:
+        if len(progress.tokens) + 1 >= progress.limit:
+            running.begin_ending(progress, draft)
+        else:
+            running.begin_decoding(progress)
+    return length
+
+
+def _arrival(progress: Progress) -> Arrival:
+    request = progress.request
+    return Arrival(
+        progress.id,
+        progress.row,
+        tuple(progress.tokens),
+        progress.prompt_length,
+        request.params,
+        tuple(request.eos),
+        progress.computed,
+        progress.num_preemptions > 0,
+    )
+
+
+def _is_ready(progress: Progress) -> bool:
+    """It has something to compute now: more than a last token that waits for its grammar."""
+    return (
+        progress.mask is None or progress.remaining > 1 or progress.mask_now() is not None or progress.error is not None
+    )
+
+
+def _key(progress: Progress) -> tuple[int, int]:
+    return progress.key
+
+
+def _size(progress: Progress) -> tuple[int, int, int]:
+    return progress.key[0], progress.remaining, progress.number

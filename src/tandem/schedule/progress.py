@@ -1,0 +1,112 @@
+"""One request's way through the engine: what is planned, what is known, what it waits for. It decides nothing."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from tandem.kv.ledger import Table
+from tandem.kv.prefix import Chain
+from tandem.plan import Mask
+from tandem.request import Request
+
+
+class Status(IntEnum):
+    """Where a request stands.
+
+    WAITING ──► PREFILL ──► DECODE ──► ENDING ──► ENDED      ENDING: its last token is planned, not yet home
+       ▲           │          │ ▲                            LEAVING: to be preempted once nothing is owed to it
+       └───────────┴──────────┘ └─ LEAVING
+    PARKED: a sibling that waits until the first sibling's prompt is computed.
+    """
+
+    WAITING = 0
+    PARKED = 1
+    PREFILL = 2
+    DECODE = 3
+    LEAVING = 4
+    ENDING = 5
+    ENDED = 6
+
+
+class Progress:
+    """Counters of one request. Positions: computed (planned) ≤ known (len(tokens)) + owed.
+
+    limit       length of prompt and output at which it ends.
+    event       the decode position at which a block, the end or a grammar needs care; below it, none does.
+    plain       its next token needs no care unless it is one of stops.
+    new_blocks  blocks that no span has named yet.
+    size        tokens to compute, as the waiting queue knew it.
+    tried_…     available blocks, and those to be left for others, when it could not join last.
+    prompt_step the step that computes the end of its prompt, since it was admitted last; -1: none yet.
+    last_step   the step that plans its last token, or reads its blocks for a sibling behind that.
+    """
+
+    __slots__ = (
+        "arrived", "cached", "chain", "computed", "error", "event", "id", "key", "last_step", "limit", "mask",
+        "new_blocks", "num_overtakes", "num_preemptions", "number", "plain", "prompt_length", "prompt_sent",
+        "prompt_step", "request", "row", "siblings", "size", "spoke", "stamp", "status", "stops", "table", "tokens",
+        "tried_blocks", "tried_reserve",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, mask: Mask | None, chain: Chain, key: int, number: int, limit: int) -> None:
+        params = request.params
+        self.request = request
+        self.id = request.id
+        self.key = (key, number)
+        self.number = number
+        self.mask = mask
+        self.chain = chain
+        self.limit = limit
+        self.prompt_length = len(request.prompt)
+        self.stops = frozenset(params.stop_token_ids if params.ignore_eos else (*request.eos, *params.stop_token_ids))
+        self.tokens: list[int] = []
+        self.status = Status.WAITING
+        self.table: Table | None = None
+        self.row = -1
+        self.arrived = False
+        self.computed = 0
+        self.event = 0
+        self.new_blocks: Sequence[int] = ()
+        self.plain = False
+        self.spoke = False
+        self.cached = -1
+        self.prompt_sent = 0
+        self.prompt_step = -1
+        self.size = 0
+        self.error: str | None = None
+        self.last_step = -1
+        self.siblings: list[Progress] = []
+        self.stamp = 0
+        self.num_overtakes = 0
+        self.tried_blocks = -1
+        self.tried_reserve = 0
+        self.num_preemptions = 0
+
+    @property
+    def known(self) -> Sequence[int]:
+        """Every token the host knows."""
+        return self.tokens or self.request.prompt
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens still to compute; for one that decodes 0 or less."""
+        return len(self.known) - self.computed
+
+    @property
+    def owed(self) -> int:
+        """Tokens sampled by the steps planned so far that are not home yet."""
+        return self.computed + 1 - len(self.tokens) if self.status in (Status.DECODE, Status.LEAVING) else 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some prompt position's log-probabilities are still to be sent."""
+        return self.request.params.prompt_logprobs is not None and self.prompt_sent < self.prompt_length
+
+    def mask_now(self) -> bytes | None:
+        """The ids its grammar allows next; None: not yet known, or the grammar failed, and error says so."""
+        assert self.mask is not None
+        if self.error is None:
+            try:
+                return self.mask.allowed()
+            except Exception as error:
+                self.error = f"the grammar failed: {type(error).__name__}: {error}"
+        return None

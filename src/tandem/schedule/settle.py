@@ -1,0 +1,117 @@
+"""What a step's result means for its requests: tokens are kept, requests end, news is written. It plans nothing."""
+
+from collections.abc import Iterator, Sequence
+
+from tandem.plan import StepResult
+from tandem.request import Change, FinishReason, TokenLogprobs
+from tandem.schedule.draft import Flight
+from tandem.schedule.progress import Progress, Status
+from tandem.schedule.running import Running
+
+_new = tuple.__new__
+_rest_of_change = tuple(Change("", ()))[2:]
+
+
+def settle(running: Running, flight: Flight, result: StepResult) -> list[Change]:
+    """Hand the result out. One change a request that has news; ghosts have none."""
+    if result.failed or result.logprobs or result.prompt_logprobs or result.counts is not None:
+        return _settle_with_extras(running, flight, result)
+    changes: list[Change] = []
+    add = changes.append
+    rest = _rest_of_change
+    for progress, token in zip(flight.sampling, result.tokens, strict=True):
+        if progress.plain and token not in progress.stops:
+            progress.tokens.append(token)
+            add(_new(Change, (progress.id, (token,), *rest)))
+        else:
+            change = _take(running, progress, token, None, None)
+            if change is not None:
+                add(change)
+    return changes
+
+
+def _settle_with_extras(running: Running, flight: Flight, result: StepResult) -> list[Change]:
+    changes = list(_fail(running, flight, result.failed))
+    prompts: dict[int, Sequence[TokenLogprobs]] = {}
+    for index, entries in result.prompt_logprobs.items():
+        progress = flight.owners[index]
+        if progress.status is not Status.ENDED and progress.wants_prompt_logprobs:
+            prompts[index] = _prompt_entries(progress, flight.spans[index].start, entries)
+    tokens = iter(result.tokens)
+    for i, progress in enumerate(flight.sampling):
+        index = i if flight.indices is None else flight.indices[i]
+        if result.counts is not None and result.counts[i] != 1:
+            assert result.counts[i] == 0 and progress.status is Status.ENDED, "a row brought home other than one token"
+            continue
+        change = _take(running, progress, next(tokens), result.logprobs.get(index), prompts.pop(index, None))
+        if change is not None:
+            changes.append(change)
+    changes += [_speak(flight.owners[index], prompt_logprobs=entries) for index, entries in prompts.items()]
+    return changes
+
+
+def _fail(running: Running, flight: Flight, failed: dict[str, str]) -> Iterator[Change]:
+    if failed:
+        for progress in flight.owners:
+            if progress.id in failed and progress.status is not Status.ENDED:
+                running.end(progress, forget=True)
+                yield _speak(progress, finish="error", error=failed[progress.id])
+
+
+def _take(
+    running: Running,
+    progress: Progress,
+    token: int,
+    logprobs: Sequence[TokenLogprobs] | None,
+    prompt_logprobs: Sequence[TokenLogprobs] | None,
+) -> Change | None:
+    """A token that may be the first, the last, or bound by a grammar."""
+    if progress.status is Status.ENDED:
+        return None
+    tokens = progress.tokens
+    tokens.append(token)
+    if progress.error is None and progress.mask is not None:
+        try:
+            progress.mask.accept((token,))
+        except Exception as error:
+            progress.error = f"the grammar failed: {type(error).__name__}: {error}"
+    if progress.error is not None:
+        running.end(progress)
+        return _speak(progress, finish="error", error=progress.error)
+    params = progress.request.params
+    finish: FinishReason | None = None
+    if token in progress.stops and len(tokens) - progress.prompt_length > params.min_tokens:
+        finish = "stop"
+    elif len(tokens) >= progress.limit:
+        finish = "length"
+    if progress.wants_prompt_logprobs:
+        prompt_logprobs = _prompt_entries(progress, 0, ())
+    if finish is not None:
+        running.end(progress)
+    else:
+        progress.plain = progress.mask is None and params.logprobs is None and progress.status is not Status.ENDING
+    return _speak(progress, (token,), finish, logprobs, prompt_logprobs)
+
+
+def _prompt_entries(progress: Progress, start: int, entries: Sequence[TokenLogprobs]) -> Sequence[TokenLogprobs]:
+    """Entries for prompt positions that were not sent yet; entries begin at position start+1."""
+    news: list[TokenLogprobs] = []
+    if progress.prompt_sent == 0:
+        news.append(TokenLogprobs(progress.request.prompt[0], None, 0, ()))
+        progress.prompt_sent = 1
+    fresh = entries[progress.prompt_sent - start - 1 : progress.prompt_length - start - 1]
+    progress.prompt_sent += len(fresh)
+    return [*news, *fresh]
+
+
+def _speak(
+    progress: Progress,
+    tokens: Sequence[int] = (),
+    finish: FinishReason | None = None,
+    logprobs: Sequence[TokenLogprobs] | None = None,
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None,
+    error: str | None = None,
+) -> Change:
+    cached = 0 if progress.spoke else max(progress.cached, 0)
+    progress.spoke = True
+    return Change(progress.id, tokens, finish, logprobs, prompt_logprobs, error, cached)
