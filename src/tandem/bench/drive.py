@@ -20,7 +20,6 @@ from tandem.observe.timeline import Timeline
 from tandem.observer import Observer
 from tandem.plan import Planner, StepPlan, StepResult
 from tandem.request import Change, Request, SamplingParams
-from tandem.runner.contract import Runner, RunnerFacts, Ticket
 
 MAX_EMPTY_TURNS = 10_000
 
@@ -31,15 +30,15 @@ class SharedRunner:
     Rows that an earlier planner left taken depart with this one's first plan.
     """
 
-    def __init__(self, runner: Runner, depth: int, taken: set[int] | None = None) -> None:
+    def __init__(self, runner: Any, depth: int, taken: set[int] | None = None) -> None:
         if depth > runner.depth:
             raise TandemError(f"depth {depth} is more than the runner's, {runner.depth}.")
         self._runner, self.depth = runner, depth
-        self.facts: RunnerFacts = runner.facts
+        self.facts = runner.facts
         self.taken = set(taken or ())
         self._stale = tuple(self.taken)
 
-    def submit(self, plan: StepPlan) -> Ticket:
+    def submit(self, plan: StepPlan) -> Any:
         if self._stale:
             plan = dataclasses.replace(plan, departures=(*self._stale, *plan.departures))
             self._stale = ()
@@ -47,8 +46,9 @@ class SharedRunner:
         self.taken.update(arrival.row for arrival in plan.arrivals)
         return self._runner.submit(plan)
 
-    def collect(self, ticket: Ticket) -> StepResult:
-        return self._runner.collect(ticket)
+    def collect(self, ticket: Any) -> StepResult:
+        result: StepResult = self._runner.collect(ticket)
+        return result
 
     def close(self) -> None:
         """Leave the runner to who built it."""
@@ -167,7 +167,7 @@ def requests_of(workload: Workload, params: SamplingParams, eos: Sequence[int] =
 
 
 def drive(
-    name: str, planner: Planner, runner: Runner, requests: Sequence[Request], observers: Sequence[Observer] = ()
+    name: str, planner: Planner, runner: SharedRunner, requests: Sequence[Request], observers: Sequence[Observer] = ()
 ) -> Run:
     """Run the requests to their ends. Garbage is collected before, not in between.
 

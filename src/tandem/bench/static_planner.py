@@ -135,8 +135,8 @@ class StaticPlanner:
             ]
         steady = not arrivals and num_decodes == len(spans) and self._last == tuple(s.row for s in spans)
         self._last = tuple(s.row for s in spans) if num_decodes == len(spans) else ()
-        plan = StepPlan(self._step, spans, arrivals, tuple(self._departures), num_decodes=num_decodes, steady=steady)
         self._step += 1
+        plan = StepPlan(self._step, spans, arrivals, tuple(self._departures), num_decodes=num_decodes, steady=steady)
         self._departures = []
         batch.flight.append(plan)
         return plan
@@ -214,7 +214,7 @@ class StaticPlanner:
             length = min(left, len(row.tokens) - row.computed)
             if length > 0:
                 last = row.computed + length == len(row.tokens)
-                spans.append(self._span(row, length, samples=last and row.request is not None))
+                spans.append(self._span(row, length, samples=last))
                 left -= length
                 self._useful += length if row.request is not None else 0
                 self._prompt_padding += length if row.request is None else 0
