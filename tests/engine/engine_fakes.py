@@ -115,11 +115,11 @@ class FakeRunner:
 
 
 def fake_card(**changes: object) -> Card:
-    from engine_words import byte_tokenizer_json
+    from tandem.engine.null_model import TEMPLATE, byte_tokenizer_json
 
     values = {
         "name": "fake", "tokenizer_json": byte_tokenizer_json(), "max_length": 4096, "num_logits": NUM_LOGITS,
-        "num_blocks": 64, "block_size": 16,
+        "num_blocks": 64, "block_size": 16, "eos_ids": (2,), "chat_template": TEMPLATE,
     }  # fmt: skip
     return Card(**{**values, **changes})  # type: ignore[arg-type]
 

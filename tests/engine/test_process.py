@@ -163,8 +163,9 @@ def test_a_step_that_hangs_shows_and_can_be_closed() -> None:
     host = start(listener, hang_at_step=2)
     host.send(ask("a", [5], 50))
     listener.wait_for(lambda: "a" in listener.tokens)
+    time.sleep(0.2)  # the report behind the first step
     heard_s = host.heard_s
-    time.sleep(0.8)
+    time.sleep(0.6)
     assert host.heard_s == heard_s, "no sign of progress may come from a hung step"
     began_s = time.perf_counter()
     host.close(timeout_s=0.3)

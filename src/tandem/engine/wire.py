@@ -120,10 +120,9 @@ def error_of(fault: Fault | None) -> TandemError | None:
     """The same error, of the same class if errors.py has it."""
     if fault is None:
         return None
-    kind = getattr(errors, fault.kind, TandemError)
+    kind = getattr(errors, fault.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, TandemError)):
-        kind = TandemError
+        return TandemError(fault.what, hint=fault.hint)
     if issubclass(kind, RequestError):
-        made: type[RequestError] = kind
-        return made(fault.what, param=fault.param, code=fault.code, hint=fault.hint)
+        return kind(fault.what, param=fault.param, code=fault.code, hint=fault.hint)
     return kind(fault.what, hint=fault.hint)

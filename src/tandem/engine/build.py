@@ -1,0 +1,279 @@
+"""From settings to a loop: the one place that names concrete classes. It prints nothing.
+
+settings ─locate─► model source ─► shape ─► facts ─resolve─► resolved ─► runner ─► scheduler ─► loop
+"""
+
+import dataclasses
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.config import Facts, Resolved, Settings
+from tandem.engine import sizing
+from tandem.engine.admission import Errand
+from tandem.engine.contract import Card, Mailbox
+from tandem.engine.loop import Loop
+from tandem.engine.null_model import CONFIG, KV_ELEMENTS, TEMPLATE, byte_tokenizer_json
+from tandem.engine.sizing import Shape
+from tandem.errors import ModelError, SettingError, TandemError
+from tandem.observe.metrics import Histogram, Metrics
+from tandem.observe.requests import RequestLedger
+from tandem.observe.timeline import Timeline
+from tandem.observe.trace_file import events
+from tandem.observer import Observer
+from tandem.runner.contract import Runner
+from tandem.schedule.scheduler import Scheduler
+from tandem.weights.source import ModelSource, locate
+
+OnPhase = Callable[[str], None]
+RUNNERS = {"cpu": ("tandem.runner.cpu", "CpuRunner"), "cuda": ("tandem.runner.cuda", "CudaRunner")}
+
+
+@dataclasses.dataclass(slots=True)
+class Built:
+    """Everything that a loop is made of, for those who want to make one of their own (benchmarks).
+
+    spec   models.spec.ModelSpec; None on the null device.
+    """
+
+    source: ModelSource
+    spec: Any
+    shape: Shape
+    resolved: Resolved
+    runner: Runner
+    phases_s: dict[str, float]
+
+    def scheduler(self) -> Scheduler:
+        """A fresh planner for this runner."""
+        settings = self.resolved.settings
+        return Scheduler(
+            self.runner.facts.num_blocks,
+            settings.block_size,
+            settings.max_num_seqs or 1,
+            settings.max_batch_tokens or 1,
+            settings.max_model_len or 1,
+            policy=settings.policy,
+            prefix_cache=settings.prefix_cache,
+            max_waiting=settings.max_waiting,
+        )
+
+    def lines(self) -> list[str]:
+        """The start banner."""
+        return sizing.banner(self.source.name, self.resolved, self.shape, self.runner.facts)
+
+    def card(self) -> Card:
+        source, settings, facts = self.source, self.resolved.settings, self.runner.facts
+        known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+        recommended = source.generation_defaults
+        return Card(
+            name=source.name,
+            tokenizer_json=source.tokenizer_json,
+            max_length=settings.max_model_len or 1,
+            num_logits=facts.num_logits,
+            num_blocks=facts.num_blocks,
+            block_size=settings.block_size,
+            seed=settings.seed,
+            eos_ids=source.eos_ids,
+            bos_id=source.bos_id,
+            bos_token=source.bos_token,
+            eos_token=source.eos_token,
+            add_bos=source.add_bos,
+            chat_template=source.chat_template,
+            defaults={name: value for name, value in recommended.items() if name in known and value is not None},
+            settings=self.resolved.as_dict(),
+            lines=tuple(self.lines()),
+            phases_s=dict(self.phases_s),
+        )
+
+
+def make_loop(
+    settings: Settings | Mapping[str, Any],
+    mailbox: Mailbox,
+    on_phase: OnPhase = lambda text: None,
+    observers: Sequence[Observer] = (),
+) -> tuple[Loop, Card]:
+    """Build everything behind the border, and the card for those before it. Raises as ``build`` does.
+
+    on_phase    told what is going on, one line at a time.
+    observers   hung on the loop beside the engine's own.
+    """
+    built = build(settings, on_phase)
+    planner = built.scheduler()
+    metrics, timeline, ledger = Metrics(), Timeline(built.resolved.settings.depth), RequestLedger()
+    errands = {
+        "reload": Errand(lambda model: _reload(built, planner, model), drains=True),
+        "metrics": Errand(lambda _: plain_metrics(metrics)),
+        "timeline": Errand(lambda _: timeline.numbers()),
+        "trace": Errand(lambda _: events(timeline)),
+        "account": Errand(lambda request: _account(ledger, request)),
+        "check": Errand(lambda _: planner.check(), drains=True),
+    }
+    watchers = [metrics, timeline, ledger, *observers]
+    return Loop(planner, built.runner, mailbox, observers=watchers, errands=errands), built.card()
+
+
+def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda text: None) -> Built:
+    """Find the model, resolve the settings, load the weights, start the runner.
+
+    Raises SettingError, ModelError, WeightsError, DownloadError or DeviceMemoryError, each with what to do.
+    """
+    if not isinstance(settings, Settings):
+        settings = Settings.from_dict(dict(settings))
+    phases_s: dict[str, float] = {}
+    device = settings.device or best_device()
+    with _timed(phases_s, "locate"):
+        source = _locate(settings, device, on_phase)
+        spec, shape = _shape(source, device)
+    resolved = settings.resolve(_facts(shape, device))
+    if device != "cuda":  # there the runner measures what is free
+        resolved = sizing.fit_cache(resolved, shape)
+    on_phase(f"loading {source.name} on {device}")
+    with _timed(phases_s, "runner"):
+        runner = _runner(device, spec, shape, source, resolved)
+    try:
+        resolved = sizing.fit_length(resolved, runner.facts.num_blocks)
+    except TandemError:
+        runner.close()
+        raise
+    phases_s |= {f"runner: {name}": seconds for name, seconds in runner.facts.phases_s.items()}
+    return Built(source, spec, shape, resolved, runner, phases_s)
+
+
+def best_device() -> str:
+    """cuda if there is one, else cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _locate(settings: Settings, device: str, on_phase: OnPhase) -> ModelSource:
+    if device == "null" and settings.model is None:
+        source = ModelSource(
+            name="null", kind="random", config=CONFIG, tokenizer_json=byte_tokenizer_json(), bos_id=1, eos_id=2,
+            bos_token="<bos>", eos_token="<eos>", eos_ids=(2,), chat_template=TEMPLATE,
+        )  # fmt: skip
+    else:
+        source = _find(settings, settings.model, on_phase)
+    if settings.chat_template is not None:
+        path = Path(settings.chat_template).expanduser()
+        try:
+            source = dataclasses.replace(source, chat_template=path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"the chat template {path} cannot be read: {error}.") from error
+    return source
+
+
+def _find(settings: Settings, model: str | None, on_phase: OnPhase) -> ModelSource:
+    from tandem.models.named import named_config
+
+    return locate(
+        model,
+        load_format=settings.load_format,
+        tokenizer=settings.tokenizer,
+        named_config=named_config,
+        on_progress=_progress_lines(on_phase),
+    )
+
+
+def _progress_lines(on_phase: OnPhase) -> Callable[[int, int], None]:
+    """A download as lines, one every few percent."""
+    last = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        share = done * 20 // total if total else done >> 24
+        if share != last:
+            last = share
+            on_phase(f"fetching: {done / 1e6:.0f} MB" + (f" of {total / 1e6:.0f} MB" if total else ""))
+
+    return progress
+
+
+def _shape(source: ModelSource, device: str) -> tuple[Any, Shape]:
+    if device == "null":  # needs no torch, so no spec either
+        config = source.config
+        try:
+            return None, Shape(
+                config["vocab_size"], config["max_position_embeddings"], kv_elements_per_token=KV_ELEMENTS
+            )  # fmt: skip
+        except KeyError as error:
+            raise ModelError(f"the model's configuration has no {error}.") from error
+    from tandem.models.registry import spec_from_config
+
+    spec = spec_from_config(source.config)
+    return spec, Shape(
+        spec.num_logits, spec.max_length, spec.num_parameters, spec.kv_bytes_per_token(1), spec.dtype
+    )  # fmt: skip
+
+
+def _facts(shape: Shape, device: str) -> Facts:
+    if device != "cuda":
+        return sizing.facts_of(shape, device)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SettingError("device is cuda, but PyTorch finds no CUDA device.", hint="use --device cpu.")
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return sizing.facts_of(shape, device, torch.cuda.get_device_name(), free_bytes)
+
+
+def _runner(device: str, spec: Any, shape: Shape, source: ModelSource, resolved: Resolved) -> Runner:
+    settings = resolved.settings
+    if device == "null":
+        from tandem.runner.null import NullRunner
+
+        num_blocks = (settings.kv_cache_memory or 0) // sizing.block_bytes_of(settings, shape)
+        return NullRunner(
+            num_blocks, settings.block_size, settings.max_num_seqs or 1, shape.num_logits,
+            settings.max_model_len or 1, depth=settings.depth,
+        )  # fmt: skip
+    module, name = RUNNERS[device]
+    create = getattr(importlib.import_module(module), name).create
+    runner: Runner = create(spec, source, resolved, num_tokens=sizing.num_known_ids(source.tokenizer_json))
+    return runner
+
+
+def _reload(built: Built, planner: Scheduler, model: str) -> None:
+    """Put another model's weights into the running engine, which is idle now. A failure leaves the old ones."""
+    settings = built.resolved.settings
+    reload = getattr(built.runner, "reload", None)
+    if reload is None:
+        raise TandemError(f"the runner on {settings.device} cannot replace its weights.")
+    source = _find(dataclasses.replace(settings, load_format="auto"), model or None, lambda text: None)
+    spec, _ = _shape(source, settings.device or "cpu")
+    if spec != built.spec:
+        raise ModelError(
+            f"{source.name} is of another shape than {built.source.name}; only weights of the same shape fit.",
+            hint="start a new engine for another model.",
+        )
+    reload(source)
+    planner.reset_prefix()
+
+
+def plain_metrics(metrics: Metrics) -> list[dict[str, Any]]:
+    """Metrics.families() as plain data that crosses a process border."""
+
+    def plain(value: float | Histogram) -> Any:
+        if isinstance(value, Histogram):
+            return {"buckets": value.cumulative(), "sum": value.sum, "count": value.count}
+        return value
+
+    return [
+        {**family._asdict(), "samples": [{"labels": s.labels, "value": plain(s.value)} for s in family.samples]}
+        for family in metrics.families()
+    ]
+
+
+def _account(ledger: RequestLedger, request: str) -> dict[str, Any] | None:
+    account = ledger.account(request)
+    return None if account is None else account.as_dict()
+
+
+@contextmanager
+def _timed(phases_s: dict[str, float], name: str) -> Iterator[None]:
+    began_s = time.perf_counter()
+    yield
+    phases_s[name] = time.perf_counter() - began_s

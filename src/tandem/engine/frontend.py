@@ -1,0 +1,240 @@
+"""Prompts in, updates out: what every front end does on its side of the border. It knows text; it does not know where
+the loop runs, nor whether its callers await or block.
+
+    submit                                        news of a step
+    prompt ─encode─► ids ─check─► n requests      change ─► answer's output stream ─► update ─► the job's sink
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tandem.engine.chat import ChatTemplate, render_chat
+from tandem.engine.contract import Abort, Add, Card, Mail, Update
+from tandem.engine.output import OutputStream
+from tandem.engine.text import Text
+from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
+from tandem.request import SEED_LIMIT, Change, Request, SamplingParams
+
+log = logging.getLogger("tandem.engine")
+
+
+class Sink(Protocol):
+    """Whoever reads one job's updates. Called where the news is routed; must be quick."""
+
+    def feed(self, update: Update) -> None: ...
+
+    def end(self, error: TandemError | None) -> None:
+        """Called once, behind the last update."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What one user asked: n requests, and who reads their answers."""
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    requests: list[Request]
+    sink: Sink | None = None
+    live: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Answer:
+    job: Job
+    index: int
+    output: OutputStream
+
+
+class FrontEnd:
+    """Makes jobs and routes news to them. Raises ModelError if tokenizer or chat template are broken.
+
+    ``prepare`` may run on any thread. ``open``, ``abort``, ``news`` and ``stopped`` may run on different threads if
+    each job is opened before its news can come, which ``open`` sees to.
+    """
+
+    def __init__(self, card: Card, send: Callable[[Mail], None]) -> None:
+        self.card = card
+        self.text = text_of(card)
+        self._template = None
+        if card.chat_template is not None:
+            self._template = ChatTemplate(card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token)
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._answers: dict[str, _Answer] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended, each of n counted."""
+        return len(self._answers)
+
+    def prepare(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "",
+        arrival_s: float | None = None,
+    ) -> Job:  # fmt: skip
+        """Encode and check. Raises RequestError. The ids made here are the engine's own: no client's name enters."""
+        arrival_s = time.perf_counter() if arrival_s is None else arrival_s
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        if params.stop and self.card.tokenizer_json is None:
+            raise RequestError("stop strings need a tokenizer; this model has none.", param="stop")
+        if params.top_k >= self.card.num_logits:
+            params = dataclasses.replace(params, top_k=0)
+        if params.min_tokens > self.card.max_length:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}; the context limit is {self.card.max_length}.", param="min_tokens"
+            )
+        number = f"{next(self._numbers):x}"
+        eos = self.card.eos_ids
+        first = Request(number, tokens, params, eos, priority, salt, None, arrival_s)
+        first.check(self.card.num_logits, self.card.max_length)
+        requests = [first]
+        for index in range(1, params.n):
+            own = dataclasses.replace(params, seed=sibling_seed(params.seed, index), prompt_logprobs=None)
+            requests.append(Request(f"{number}.{index}", tokens, own, eos, priority, salt, number, arrival_s))
+        return Job(number, text, tokens, requests)
+
+    def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError, ContextLengthError before the work if it is far too long."""
+        if self.card.tokenizer_json is None:
+            raise RequestError("this model has no tokenizer.", param="prompt", hint="give token ids.")
+        return self.text.encode(prompt, add_special_tokens, max_tokens=self.card.max_length)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's template; options as ChatTemplate.render. Raises RequestError."""
+        return self.encode(render_chat(self._template, messages, tools, **options), add_special_tokens=False)
+
+    def open(self, job: Job, sink: Sink) -> None:
+        """Hand a job over. Raises EngineDeadError, or RequestError if it cannot cross; nothing is kept then."""
+        job.sink = sink
+        for index, request in enumerate(job.requests):
+            job.live[request.id] = index
+            output = OutputStream(request.params, self.text, request.prompt, index)
+            self._answers[request.id] = _Answer(job, index, output)
+        try:
+            for request in job.requests:
+                self._send(Add(request))
+        except TandemError:
+            self._drop(job)
+            raise
+        job.requests = []  # the front end needs them no more
+
+    def abort(self, job: Job) -> None:
+        """Ask for the end of what still runs; each answer ends with an update that says "abort"."""
+        for request in tuple(job.live):
+            self._send_abort(request)
+
+    def news(self, changes: Sequence[Change]) -> None:
+        """Route the changes of one step. A job whose text cannot be assembled fails alone."""
+        for change in changes:
+            answer = self._answers.get(change.request)
+            if answer is None:
+                continue  # a stop string ended it here before the engine knew
+            try:
+                self._route(answer, change)
+            except Exception as error:
+                log.exception("request %s failed on the way out", change.request)
+                self._fail(
+                    answer.job, RequestError(f"the answer could not be assembled: {error}", code="internal_error")
+                )
+
+    def _route(self, answer: _Answer, change: Change) -> None:
+        job, sink = answer.job, answer.job.sink
+        assert sink is not None
+        if change.finish == "error":
+            job.live.pop(change.request, None)
+            self._answers.pop(change.request, None)
+            self._fail(job, error_of(change))
+            return
+        update = answer.output.push(change)
+        if update is None:
+            return
+        if update.finish is not None:
+            if change.finish is None:
+                self._send_abort(change.request)  # a stop string: the engine does not know
+            del self._answers[change.request]
+            del job.live[change.request]
+        sink.feed(update)
+        if not job.live:
+            sink.end(None)
+
+    def stopped(self, error: TandemError | None) -> None:
+        """The engine has stopped: end every job."""
+        reason = error or EngineDeadError("the engine was closed.")
+        if not isinstance(reason, EngineDeadError):
+            reason = EngineDeadError(reason.what, hint=reason.hint)
+        for answer in tuple(self._answers.values()):
+            if answer.job.live:
+                self._drop(answer.job)
+                self._end(answer.job, reason)
+
+    def _fail(self, job: Job, error: TandemError) -> None:
+        for request in tuple(job.live):
+            self._send_abort(request)
+        self._drop(job)
+        self._end(job, error)
+
+    def _end(self, job: Job, error: TandemError) -> None:
+        if job.sink is not None:
+            try:
+                job.sink.end(error)
+            except Exception:
+                log.exception("a reader failed at its end")
+
+    def _drop(self, job: Job) -> None:
+        for request in job.live:
+            self._answers.pop(request, None)
+        job.live.clear()
+
+    def _send_abort(self, request: str) -> None:
+        with contextlib.suppress(EngineDeadError):  # it has ended already, and says so to everyone
+            self._send(Abort(request))
+
+    def check(self) -> None:
+        """Assert that every answer belongs to a live job."""
+        for name, answer in self._answers.items():
+            assert name in answer.job.live, f"{name} is routed, but its job has ended"
+
+
+def text_of(card: Card) -> Text:
+    """The card's tokenizer; for a model without one, a tokenizer that knows no token and gives no text."""
+    if card.tokenizer_json is None:
+        return Text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    return Text(card.tokenizer_json, bos_id=card.bos_id, eos_ids=card.eos_ids, add_bos=card.add_bos)
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt given as ids, as a list of plain integers. Raises RequestError for anything else."""
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    for token in tokens:
+        if type(token) is not int:
+            raise RequestError(
+                f"the prompt holds {token!r}, which is no token id.",
+                param="prompt",
+                hint="a prompt is a string or a sequence of integers.",
+            )
+    return tokens
+
+
+def sibling_seed(seed: int | None, index: int) -> int | None:
+    """The seed of answer number index: seed + index, wrapped into the signed 64-bit range."""
+    return None if seed is None else (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+
+
+def error_of(change: Change) -> TandemError:
+    """The error that a change with finish "error" tells of. A failure that was not the client's is "internal_error"."""
+    what, _, hint = (change.error or "the request failed.").partition("\nhint: ")
+    if change.code == "engine_dead":
+        return EngineDeadError(what, hint=hint or None)
+    for kind in (ContextLengthError, CapacityError):
+        if change.code == kind.code:
+            return kind(what, hint=hint or None)
+    return RequestError(what, code=change.code or "internal_error", hint=hint or None)

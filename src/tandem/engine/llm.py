@@ -1,0 +1,214 @@
+"""LLM: many prompts in, all answers out, in the calling process and thread. It knows no sockets and no event loops."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tandem.config import Settings
+from tandem.engine.build import make_loop
+from tandem.engine.contract import Mail, Update
+from tandem.engine.frontend import FrontEnd, Job
+from tandem.engine.mailbox import LocalMailbox
+from tandem.engine.progress import Bar, NoBar, open_bar
+from tandem.errors import EngineDeadError, RequestError, TandemError
+from tandem.request import Change, Completion, Result, SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """An engine for offline work.
+
+        with LLM("Qwen/Qwen3-0.6B", max_num_seqs=64) as llm:
+            for result in llm.generate(["Hello", "The sky is"], SamplingParams(max_tokens=32)):
+                print(result.completions[0].text)
+
+    model      a Hugging Face id, a folder, a .gguf file or a built-in shape; None: the embedded model.
+    settings   fields of config.Settings. Raises SettingError, ModelError, WeightsError and the like.
+
+    Sampling parameters default to SamplingParams(): the model's own distribution, temperature 1. What the model's
+    authors recommend (generation_config.json) is in ``default_params()``, to be used on purpose.
+
+    The loop turns in the thread that calls ``generate``; one call runs at a time.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self.settings = Settings.from_dict({"model": model, **settings})
+        self._mailbox = LocalMailbox(self)
+        self._loop, self.card = make_loop(self.settings, self._mailbox)
+        self._front = FrontEnd(self.card, self._send)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The settings in force, the reason for each, and the facts they came from."""
+        return self.card.settings
+
+    def lines(self) -> tuple[str, ...]:
+        """The start banner: settings, memory, notes."""
+        return self.card.lines
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """Sampling parameters as the model's generation_config.json recommends them, with changes."""
+        return SamplingParams.from_dict({**self.card.defaults, **changes})
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, progress: bool = True, priority: int = 0, salt: str = "",
+    ) -> list[Result]:  # fmt: skip
+        """Answer every prompt; the results are in the prompts' order.
+
+        prompts   strings or token ids, or one of them alone.
+        params    one for all, or one a prompt; None: SamplingParams().
+        A prompt that cannot be honoured fails alone: its result has ``error`` set and no completions.
+        Raises EngineDeadError if the engine fails, RequestError if params and prompts do not match in number.
+        """
+        several = _several(prompts)
+        chosen = _params_for(params, len(several))
+        with self._lock, open_bar(len(several) if progress else 0) as bar:
+            gatherers = [_Gatherer(bar) for _ in several]
+            jobs: list[Job] = []
+            try:
+                for gatherer, prompt, own in zip(gatherers, several, chosen, strict=True):
+                    self._submit(jobs, gatherer, prompt, own, priority, salt)
+                self._turn_until_done()
+            except BaseException:
+                self._abandon(jobs)
+                raise
+        return [gatherer.result for gatherer in gatherers]
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, progress: bool = True, **template: Any,
+    ) -> list[Result]:  # fmt: skip
+        """Answer one conversation or a list of them: each a list of {"role": …, "content": …}.
+
+        template   passed to the chat template (tools, add_generation_prompt, …).
+        Raises RequestError if the model has no chat template or the template refuses.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self._front.encode_chat(c, **template) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params, progress=progress)
+
+    def _submit(
+        self, jobs: list[Job], gatherer: "_Gatherer", prompt: Prompt, params: SamplingParams, priority: int, salt: str
+    ) -> None:
+        try:
+            job = self._front.prepare(prompt, params, priority=priority, salt=salt)
+            gatherer.begin(job, params)
+            self._front.open(job, gatherer)
+            jobs.append(job)
+        except RequestError as error:
+            gatherer.refuse(prompt, error)
+
+    def _turn_until_done(self) -> None:
+        while self._front.num_live and self._loop.error is None:
+            if not self._loop.turn():
+                self._mailbox.wait(0.0005)  # a grammar is being compiled
+        if self._loop.error is not None:
+            raise EngineDeadError(self._loop.error.what, hint=self._loop.error.hint)
+
+    def _abandon(self, jobs: list[Job]) -> None:
+        """Interrupted: end what runs, so that the next call finds an idle engine."""
+        for job in jobs:
+            self._front.abort(job)
+        while self._front.num_live and self._loop.error is None:
+            self._loop.turn()
+
+    def _send(self, mail: Mail) -> None:
+        if self._loop.error is not None:
+            raise EngineDeadError(self._loop.error.what, hint=self._loop.error.hint)
+        if self._closed:
+            raise EngineDeadError("the engine is closed.")
+        self._mailbox.put(mail)
+
+    def news(self, changes: Sequence[Change]) -> None:
+        self._front.news(changes)
+
+    def stopped(self, error: TandemError | None) -> None:
+        self._front.stopped(error)
+
+    def update_weights(self, source: str) -> None:
+        """Replace the weights by those of another model of the same shape: a folder, a hub id or a .gguf file.
+
+        Nothing runs between two calls of ``generate``, so no answer mixes both; the prefix cache is emptied. If the
+        new weights do not fit, the old ones go on working and the error is raised.
+        """
+        with self._lock:
+            call, future = self._mailbox.calls.open("reload", source)
+            self._send(call)
+            while not future.done() and self._loop.error is None:
+                self._loop.turn()
+            future.result(timeout=0)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters and gauges of loop, planner and cache."""
+        return self._loop.statistics()
+
+    def close(self) -> None:
+        """Give back threads and memory. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Gatherer:
+    """Collects one job's updates into a Result."""
+
+    def __init__(self, bar: Bar | NoBar) -> None:
+        self._bar = bar
+        self.result = Result(None, (), [])
+
+    def begin(self, job: Job, params: SamplingParams) -> None:
+        self.result = Result(job.prompt, job.prompt_token_ids, [Completion(index) for index in range(params.n)])
+
+    def refuse(self, prompt: Prompt, error: RequestError) -> None:
+        text, ids = (prompt, ()) if isinstance(prompt, str) else (None, prompt)
+        self.result = Result(text, ids, [], error=error)
+        self._bar.finish_one()
+
+    def feed(self, update: Update) -> None:
+        result = self.result
+        answer = result.completions[update.index]
+        answer.text += update.text
+        answer.token_ids += update.token_ids
+        if update.logprobs is not None:
+            answer.logprobs = (answer.logprobs or []) + update.logprobs
+        if update.prompt_logprobs is not None:
+            result.prompt_logprobs = update.prompt_logprobs
+        result.cached_tokens = max(result.cached_tokens, update.cached)
+        answer.finish_reason, answer.stop = update.finish, update.stop
+        self._bar.add_tokens(len(update.token_ids))
+
+    def end(self, error: TandemError | None) -> None:
+        if error is not None:
+            self.result.completions = []
+            self.result.error = error if isinstance(error, RequestError) else None
+        self._bar.finish_one()
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt alone is a string or a flat list of ids."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"there are {count} prompts and {len(params)} sampling parameters.", param="params")
+    return list(params)

@@ -1,0 +1,162 @@
+"""What fits where: the machine's facts, the KV cache's size, the lengths that follow. It knows no runner by name."""
+
+import dataclasses
+import json
+import os
+import platform
+from typing import Any
+
+from tandem.config import Facts, Resolved, Settings
+from tandem.errors import DeviceMemoryError
+from tandem.runner.contract import RunnerFacts
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers of a model that memory and limits depend on.
+
+    kv_elements_per_token   2 · layers · KV heads · head dimension.
+    dtype                   what the checkpoint stores, or None.
+    """
+
+    num_logits: int
+    max_length: int
+    num_parameters: int = 0
+    kv_elements_per_token: int = 1
+    dtype: str | None = None
+
+
+def facts_of(shape: Shape, device: str, device_name: str | None = None, device_bytes: int | None = None) -> Facts:
+    """The facts for Settings.resolve. device_bytes: free memory of a device that is not the host."""
+    own = DTYPE_BYTES[shape.dtype or "float32"]
+    each = own if device == "cuda" else DTYPE_BYTES["float32"]
+    free_bytes = free_host_bytes() if device_bytes is None else device_bytes
+    return Facts(
+        device=device,
+        device_name=device_name or host_name(),
+        cores=num_cores(),
+        free_bytes=max(0, free_bytes - shape.num_parameters * each),
+        context_length=shape.max_length,
+        num_parameters=shape.num_parameters,
+        kv_bytes_per_token=shape.kv_elements_per_token * each,
+        model_dtype=shape.dtype,
+    )
+
+
+def estimate_max_batch_tokens(resolved: Resolved, shape: Shape) -> int:
+    """The largest token budget that the memory allows, in tokens; 0 if the weights alone fill it.
+
+    max_batch_tokens ≈ (memory × utilisation − parameters × bytes) / (2 × layers × kv_heads × head_dim × bytes)
+
+    that is, the memory that the weights leave free, over the bytes of one token in the KV cache. memory is what was
+    free before the weights were loaded, bytes those of one element. Activations are left out: it is an upper bound.
+    """
+    settings, facts = resolved.settings, resolved.facts
+    each = DTYPE_BYTES[settings.dtype or "float32"]
+    weights_bytes = facts.num_parameters * each
+    memory_bytes = facts.free_bytes + weights_bytes
+    free_bytes = int(memory_bytes * settings.gpu_memory_utilization) - weights_bytes
+    return max(0, free_bytes // (shape.kv_elements_per_token * each))
+
+
+def block_bytes_of(settings: Settings, shape: Shape) -> int:
+    """Bytes of one KV block: block_size · 2 · layers · KV heads · head dimension · bytes of an element."""
+    return settings.block_size * shape.kv_elements_per_token * DTYPE_BYTES[settings.dtype or "float32"]
+
+
+def fit_cache(resolved: Resolved, shape: Shape) -> Resolved:
+    """Before the runner is built: no more cache than all rows together can fill, and enough for one request."""
+    settings = resolved.settings
+    block_bytes = block_bytes_of(settings, shape)
+    num_blocks = (settings.kv_cache_memory or 0) // block_bytes
+    resolved = fit_length(resolved, num_blocks, block_bytes)
+    settings = resolved.settings
+    useful = (settings.max_num_seqs or 1) * -(-(settings.max_model_len or 1) // settings.block_size)
+    if resolved.reasons["kv_cache_memory"] == "asked" or num_blocks <= useful:
+        return resolved
+    return _change(resolved, "kv_cache_memory", useful * block_bytes, "max_num_seqs requests of max_model_len")
+
+
+def fit_length(resolved: Resolved, num_blocks: int, block_bytes: int | None = None) -> Resolved:
+    """Make sure that one request of max_model_len fits into num_blocks.
+
+    Lowers max_model_len, with a reason, if nobody asked for it. Raises DeviceMemoryError if somebody did, or if there
+    is no block at all.
+    """
+    settings = resolved.settings
+    wanted, capacity = settings.max_model_len or 1, num_blocks * settings.block_size
+    if capacity >= wanted:
+        return resolved
+    if num_blocks == 0 or resolved.reasons["max_model_len"] == "asked":
+        needed = -(-wanted // settings.block_size)
+        more = f"at least {needed * block_bytes}" if block_bytes else f"what {needed} blocks take"
+        lower = f", or lower max_model_len to {capacity}" if num_blocks else ""
+        raise DeviceMemoryError(
+            f"the KV cache holds {num_blocks} blocks, {capacity} tokens; max_model_len is {wanted}.",
+            hint=f"set kv_cache_memory to {more}{lower}.",
+        )
+    return _change(resolved, "max_model_len", capacity, f"what the KV cache holds; the model's context is {wanted}")
+
+
+def _change(resolved: Resolved, name: str, value: Any, reason: str) -> Resolved:
+    settings = dataclasses.replace(resolved.settings, **{name: value})
+    return dataclasses.replace(resolved, settings=settings, reasons={**resolved.reasons, name: reason})
+
+
+def banner(name: str, resolved: Resolved, shape: Shape, facts: RunnerFacts) -> list[str]:
+    """Lines for people at start: the settings with their reasons, the model, the cache, the runner's notes."""
+    found, block_size = resolved.facts, resolved.settings.block_size
+    tokens = facts.num_blocks * block_size
+    return [
+        *resolved.lines(),
+        f"{'model':<24} {name}, {found.num_parameters / 1e6:,.1f} M parameters",
+        f"{'machine':<24} {found.device_name}, {found.cores} cores, {found.free_bytes / 2**30:.1f} GiB free",
+        f"{'KV cache':<24} {facts.num_blocks:,} blocks of {block_size}, {tokens:,} tokens",
+        f"{'largest token budget':<24} about {estimate_max_batch_tokens(resolved, shape):,} tokens by memory",
+        *(f"{'note':<24} {note}" for note in facts.notes),
+    ]
+
+
+def num_known_ids(tokenizer_json: str | None) -> int | None:
+    """One more than the largest id that a tokenizer.json knows; ids above are padding of the output matrix."""
+    if tokenizer_json is None:
+        return None
+    document = json.loads(tokenizer_json)
+    vocabulary = document["model"].get("vocab", {})
+    largest = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
+    added = [int(token["id"]) for token in document.get("added_tokens") or []]
+    return 1 + max(int(largest), *added, -1)
+
+
+def free_host_bytes() -> int:
+    """Host memory that can be had without swapping: /proc/meminfo, or the control group's limit if that is less."""
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            return max(0, min(free, int(limit.read()) - int(used.read())))
+    except (OSError, ValueError):  # no limit ("max"), or no such file
+        return free
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_name() -> str:
+    """The processor's name."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
