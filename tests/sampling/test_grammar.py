@@ -1,0 +1,171 @@
+"""Grammars: masks that keep an answer inside, refusals that come before anything is scheduled."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tandem.errors import RequestError
+from tandem.plan import Arrival
+from tandem.request import Constraint, SamplingParams
+from tandem.sampling.grammar import GrammarLimits, GrammarMask, compile_constraint
+from tandem.sampling.rows import SamplerRows
+from tandem.sampling.sample import sample
+
+EOS = 256
+NUM_LOGITS = 300  # 257 tokens and padding
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, and an end-of-sequence token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+TOKENIZER_JSON = TOKENIZER.to_str()
+
+
+def compiled(kind: str, text: str, **limits) -> GrammarMask:
+    return compile_constraint(
+        Constraint(kind, text), TOKENIZER_JSON, NUM_LOGITS, [EOS], GrammarLimits(**limits) if limits else None
+    )
+
+
+def wait(mask: GrammarMask) -> bytes:
+    deadline_s = time.perf_counter() + 10
+    while (bits := mask.allowed()) is None:
+        assert time.perf_counter() < deadline_s
+        time.sleep(0.001)
+    return bits
+
+
+def allowed_ids(mask: GrammarMask) -> set[int]:
+    bits = wait(mask)
+    assert len(bits) == 4 * ((NUM_LOGITS + 31) // 32)
+    return {i for i in range(8 * len(bits)) if bits[i >> 3] >> (i & 7) & 1}
+
+
+def accepts(mask: GrammarMask, text: str) -> bool:
+    for token in TOKENIZER.encode(text, add_special_tokens=False).ids:
+        if token not in allowed_ids(mask):
+            return False
+        mask.accept([token])
+    return EOS in allowed_ids(mask)
+
+
+SCHEMA = json.dumps({
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "ü"]}},
+    "required": ["a", "b"], "additionalProperties": False,
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("json_object", "", '{"a": [1, {"b": null}]}', "[1]"),
+        ("json_schema", SCHEMA, '{"a": 12, "b": "ü"}', '{"a": "12"}'),
+        ("json_schema", '{"type":"integer","maximum":20000000000}', "19999999999", "20000000001"),
+        ("regex", "[0-9]{2,3}", "123", "1"),
+        ("choice", '["yes", "no", "a\\"b\\n"]', 'a"b\n', "maybe"),
+        ("grammar", 'start: "a" start "b" | "c"', "aacbb", "aacb"),
+    ],
+)
+def test_masks_keep_the_answer_inside(kind, text, good, bad):
+    assert accepts(compiled(kind, text), good)
+    assert not accepts(compiled(kind, text), bad)
+
+
+def test_random_sampling_under_a_schema_gives_its_documents():
+    """Ten answers of a model that says anything, drawn under the mask, parse and fit; padding ids never come."""
+    params = SamplingParams(temperature=1.0, constraint=Constraint("json_schema", SCHEMA))
+    for number in range(10):
+        mask, tokens = compiled("json_schema", SCHEMA), []
+        rows = SamplerRows(1, NUM_LOGITS, "cpu")
+        rows.arrive(Arrival(str(number), 0, [1], 1, params, eos=(EOS,)))
+        generator = torch.Generator().manual_seed(number)
+        while not tokens or tokens[-1] != EOS:
+            logits = torch.randn(1, NUM_LOGITS, generator=generator)
+            logits[0, NUM_LOGITS - 10 :] = 50.0
+            logits[0, EOS] = 9.0  # whitespace and digits may otherwise go on for long
+            logits[0, [t for c in '},"' for t in TOKENIZER.encode(c).ids]] = 5.0
+            tokens.append(sample(logits, rows, [0], [1 + len(tokens)], [(0, wait(mask))]).ids_R.item())
+            mask.accept(tokens[-1:])
+            assert len(tokens) < 400
+        document = json.loads(TOKENIZER.decode(tokens))
+        assert set(document) == {"a", "b"} and isinstance(document["a"], int) and document["b"] in ("x", "ü")
+
+
+def deep(levels: int) -> str:
+    return '{"type":"object","properties":{"a":' * levels + '{"type":"string"}' + "}}" * levels
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type":"objekt"}'),
+        ("json_schema", '{"$ref":"#"}'),
+        ("json_schema", '{"type":"string","pattern":"(["}'),
+        ("json_schema", deep(5000)),
+        ("json_schema", deep(40)),
+        ("json_schema", '{"type":"array","uniqueItems":true}'),
+        ("json_schema", '{"type":"integer","minimum":5,"maximum":3}'),
+        ("json_schema", "[1"),
+        ("json_schema", '"text"'),
+        ("regex", "(["),
+        ("regex", r"a\bb"),
+        ("choice", "[]"),
+        ("choice", '["a", 1]'),
+        ("choice", "[" * 100_000),
+        ("choice", '["\\ud800"]'),
+        ("grammar", "start: nowhere"),
+        ("grammar", "@@@"),
+        ("nonsense", ""),
+        ("regex", "a" * 300_000),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_c26_bad_grammars_are_refused(kind, text):
+    """C26: a RequestError that says why, in bounded time; never a crash, never free text."""
+    began_s = time.perf_counter()
+    with pytest.raises(RequestError, match="refused") as caught:
+        compiled(kind, text)
+    assert caught.value.param == "response_format" and len(str(caught.value)) < 600
+    assert time.perf_counter() - began_s < 5
+
+
+def test_c26_compile_time_is_bounded():
+    with pytest.raises(RequestError, match="longer than"):
+        compiled("json_schema", SCHEMA, compile_s=0.0)
+
+
+def test_c26_recursive_schemas_are_fine():
+    assert accepts(compiled("json_schema", '{"type":"object","properties":{"a":{"$ref":"#"}}}'), '{"a":{"a":{}}}')
+
+
+def test_without_the_library_requests_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="not installed"):
+        compiled("regex", "a")
+
+
+def test_a_token_outside_the_grammar_fails_the_request():
+    mask = compiled("regex", "ab")
+    mask.accept(TOKENIZER.encode("b").ids)
+    with pytest.raises(RequestError, match="left its grammar"):
+        wait(mask)
+
+
+def test_accept_before_the_mask_is_ready_keeps_the_order():
+    mask = compiled("regex", "a{50}b")
+    token = TOKENIZER.encode("a").ids
+    for _ in range(50):
+        mask.accept(token)
+    assert allowed_ids(mask) == set(TOKENIZER.encode("b").ids)
