@@ -6,6 +6,7 @@ groups, so that a long one does not pad the short ones. Longer spans are attende
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +135,7 @@ def _work(batch: Batch, block_size: int, window: int | None, dtype: torch.dtype)
     spans = batch.host_spans
     if not spans:
         starts, lengths = batch.query_starts_S1.tolist(), batch.lengths_S.tolist()
-        counts = [after - first for first, after in zip(starts, starts[1:], strict=False)]
+        counts = [after - first for first, after in pairwise(starts)]
         spans = [(length - count, count) if length else (0, 0) for length, count in zip(lengths, counts, strict=True)]
     decodes = [(start + 1, span) for span, (start, count) in enumerate(spans[: batch.num_decodes]) if count]
     groups = [_group(batch, members, block_size, window) for members in _by_length(decodes)]

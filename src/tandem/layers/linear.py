@@ -41,6 +41,14 @@ class Linear(nn.Module):
         """Store rows of the merged matrix."""
         raise NotImplementedError
 
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """[T, in] → [T, out]."""
+        raise NotImplementedError
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        # Nothing here has hooks, and a decode step calls this often enough for their bookkeeping to show.
+        return self.forward(x_TI)
+
 
 class RowLinear(Linear):
     """Stored as in the checkpoint, [out, in]."""
@@ -56,20 +64,28 @@ class RowLinear(Linear):
         return F.linear(x_TI, self.weight_OI, self.bias)
 
 
-class ColumnLinear(Linear):
-    """Stored transposed, [in, out]: the faster order for the matrix libraries of CPUs at small batches."""
+SMALL_BATCH = 64
 
-    def __init__(self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device):
-        super().__init__(in_size, parts, bias, dtype, device)
-        self.weight_IO = _parameter((in_size, self.out_size), dtype, device)
 
-    def write_rows(self, rows: slice, tensor_OI: Tensor) -> None:
-        self.weight_IO.data[:, rows].copy_(tensor_OI.t())
+def host_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """F.linear for CPUs. Few rows are multiplied as (W · xᵀ)ᵀ, and one row as two.
+
+    The matrix library splits the rows of its first factor among threads and blocks: with W first it streams the
+    weights at memory speed, where F.linear reaches a half to a third of it (measured on two cores of an AMD EPYC).
+    """
+    num_rows = x_TI.shape[0]
+    if num_rows > SMALL_BATCH or x_TI.dtype != torch.float32:
+        return F.linear(x_TI, weight_OI, bias_O)
+    pair_IT = (torch.cat((x_TI, x_TI)) if num_rows == 1 else x_TI).t()
+    y_OT = torch.mm(weight_OI, pair_IT) if bias_O is None else torch.addmm(bias_O[:, None], weight_OI, pair_IT)
+    return y_OT[:, :num_rows].t().contiguous()
+
+
+class HostLinear(RowLinear):
+    """Stored as in the checkpoint, multiplied in the order that suits CPUs."""
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        if self.bias is None:
-            return torch.mm(x_TI, self.weight_IO)
-        return torch.addmm(self.bias, x_TI, self.weight_IO)
+        return host_linear(x_TI, self.weight_OI, self.bias)
 
 
 class LinearScheme(Protocol):
@@ -87,14 +103,14 @@ class LinearScheme(Protocol):
 
 
 class Dense:
-    """Weights in the model's dtype: [out, in] on a GPU, [in, out] on a CPU."""
+    """Weights in the model's dtype, [out, in]."""
 
     name = "dense"
 
     def create(
         self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        kind = ColumnLinear if device.type == "cpu" else RowLinear
+        kind = HostLinear if device.type == "cpu" else RowLinear
         return kind(in_size, parts, bias, dtype, device)
 
     def create_head(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device) -> Linear | None:

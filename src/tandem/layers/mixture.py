@@ -28,15 +28,9 @@ class Mixture(nn.Module):
         self.num_experts, self.num_chosen, self.normalise = num_experts, num_chosen, normalise
         self.intermediate_size = intermediate_size
         self.activate = ACTIVATIONS[activation]
-        shapes = {
-            "router_XE": (num_experts, hidden_size),
-            "gate_up_X2FE": (num_experts, 2 * intermediate_size, hidden_size),
-            "down_XEF": (num_experts, hidden_size, intermediate_size),
-        }
-        for name, shape in shapes.items():
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-            )
+        self.router_XE = _parameter(num_experts, hidden_size, dtype=dtype, device=device)
+        self.gate_up_X2FE = _parameter(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+        self.down_XEF = _parameter(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         probabilities_TX = torch.softmax(F.linear(hidden_TE, self.router_XE).float(), dim=-1)
@@ -51,8 +45,9 @@ class Mixture(nn.Module):
         inner_AF = self.activate(_grouped(sorted_AE, self.gate_up_X2FE, ends_X))
         outer_AE = _grouped(inner_AF, self.down_XEF, ends_X)
         in_order_AE = torch.empty_like(outer_AE).index_copy_(0, order_A, outer_AE)
-        parts_TCE = in_order_AE.unflatten(0, (-1, self.num_chosen)) * weights_TC[..., None].to(outer_AE.dtype)
-        return parts_TCE.sum(dim=1)
+        parts_TCE = in_order_AE.view(-1, self.num_chosen, outer_AE.shape[-1]) * weights_TC[..., None].to(outer_AE.dtype)
+        mixed_TE: Tensor = parts_TCE.sum(dim=1)
+        return mixed_TE
 
     def router_target(self) -> Target:
         return whole(self.router_XE.data)
@@ -70,3 +65,7 @@ class Mixture(nn.Module):
 def _grouped(rows_AI: Tensor, weight_XOI: Tensor, ends_X: Tensor) -> Tensor:
     """Each group of rows times its own matrix: rows ends[x-1]..ends[x] with weight x."""
     return F.grouped_mm(rows_AI, weight_XOI.transpose(1, 2), offs=ends_X)
+
+
+def _parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

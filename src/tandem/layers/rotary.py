@@ -62,7 +62,7 @@ def rope_from_config(
         raise ModelError(f"rope type {kind!r} is not supported.", hint=f"the supported types are: {', '.join(KINDS)}.")
     if given.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise ModelError(f"partial_rotary_factor is {given['partial_rotary_factor']}; only whole heads are supported.")
-    spec = {
+    spec: dict[str, Any] = {
         "head_dim": head_dim,
         "theta": _number(given, kind, "rope_theta", theta),
         "kind": kind,

@@ -1,1 +1,1 @@
-"""models."""
+"""Model families: specs, blocks, the decoder, and the registry that builds one from a config.json."""

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from tandem import kernels
 from tandem.layers.attention import Attention, AttentionBackend, Batch
 from tandem.layers.feedforward import GatedFeedForward
 from tandem.layers.linear import Linear, LinearScheme
 from tandem.layers.mixture import Mixture
-from tandem.layers.norm import norm_weight
+from tandem.layers.norm import RMSNorm
 from tandem.layers.target import Target, whole
 from tandem.models.spec import ModelSpec
 
@@ -24,15 +23,15 @@ class Block(nn.Module):
     The stream travels as a pair, (hidden, residual), so that each addition is fused with the norm that follows it.
     """
 
-    norm_names = ("input_layernorm", "post_attention_layernorm")
+    norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
 
     def __init__(
         self, spec: ModelSpec, layer: int, cos_sin_LD: Tensor, scheme: LinearScheme, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.spec, self.eps = spec, spec.norm_eps
-        self.norms = nn.ParameterList([norm_weight(spec.hidden_size, device) for _ in self.norm_names])
+        self.spec = spec
+        self.norms = nn.ModuleList([RMSNorm(spec.hidden_size, spec.norm_eps, device) for _ in self.norm_names])
         self.attention = Attention(
             spec.hidden_size, spec.attention_shape(layer), cos_sin_LD, qkv_bias=spec.attention_bias,
             output_bias=spec.output_bias, qk_norm=spec.qk_norm, eps=spec.norm_eps, scheme=scheme, dtype=dtype,
@@ -50,33 +49,26 @@ class Block(nn.Module):
                 dtype=dtype, device=device,
             )  # fmt: skip
 
-    def enter(self, hidden_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The first norm; the first block of a decoder has no residual yet."""
-        if residual_TE is None:
-            return kernels.rms_norm(hidden_TE, self.norms[0], self.eps), hidden_TE
-        return kernels.add_rms_norm(hidden_TE, residual_TE, self.norms[0], self.eps)
-
     def forward(
         self, hidden_TE: Tensor, residual_TE: Tensor | None, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor,
         backend: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        hidden_TE, residual_TE = self.enter(hidden_TE, residual_TE)
+        hidden_TE, residual_TE = self.norms[0].add(hidden_TE, residual_TE)
         hidden_TE = self.attention(hidden_TE, batch, keys_NPKD, values_NPKD, backend)
-        hidden_TE, residual_TE = kernels.add_rms_norm(hidden_TE, residual_TE, self.norms[1], self.eps)
+        hidden_TE, residual_TE = self.norms[1].add(hidden_TE, residual_TE)
         return self.feed_forward(hidden_TE), residual_TE
 
     def targets(self) -> dict[str, Target]:
         """Tensor name behind `model.layers.<n>.` → its place."""
-        places = {
-            f"{name}.weight": whole(p.data, self.spec.norm_offset)
-            for name, p in zip(self.norm_names, self.norms, strict=True)
-        }
+        offset = self.spec.norm_offset
+        norms = zip(self.norm_names, self.norms, strict=True)
+        places = {f"{name}.weight": whole(norm.weight_E.data, offset) for name, norm in norms}
         attention = self.attention
         places |= linear_targets(attention.qkv, [f"self_attn.{name}_proj" for name in "qkv"])
         places |= linear_targets(attention.output, ["self_attn.o_proj"])
         if attention.query_norm_D is not None and attention.key_norm_D is not None:
-            places["self_attn.q_norm.weight"] = whole(attention.query_norm_D.data, self.spec.norm_offset)
-            places["self_attn.k_norm.weight"] = whole(attention.key_norm_D.data, self.spec.norm_offset)
+            places["self_attn.q_norm.weight"] = whole(attention.query_norm_D.data, offset)
+            places["self_attn.k_norm.weight"] = whole(attention.key_norm_D.data, offset)
         if isinstance(self.feed_forward, GatedFeedForward):
             places |= linear_targets(self.feed_forward.gate_up, ["mlp.gate_proj", "mlp.up_proj"])
             return places | linear_targets(self.feed_forward.down, ["mlp.down_proj"])
@@ -99,11 +91,11 @@ class SandwichBlock(Block):
         self, hidden_TE: Tensor, residual_TE: Tensor | None, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor,
         backend: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        hidden_TE, residual_TE = self.enter(hidden_TE, residual_TE)
+        hidden_TE, residual_TE = self.norms[0].add(hidden_TE, residual_TE)
         hidden_TE = self.attention(hidden_TE, batch, keys_NPKD, values_NPKD, backend)
-        hidden_TE = kernels.rms_norm(hidden_TE, self.norms[1], self.eps)
-        hidden_TE, residual_TE = kernels.add_rms_norm(hidden_TE, residual_TE, self.norms[2], self.eps)
-        return kernels.rms_norm(self.feed_forward(hidden_TE), self.norms[3], self.eps), residual_TE
+        hidden_TE = self.norms[1](hidden_TE)
+        hidden_TE, residual_TE = self.norms[2].add(hidden_TE, residual_TE)
+        return self.norms[3](self.feed_forward(hidden_TE)), residual_TE
 
 
 def linear_targets(linear: Linear, names: list[str]) -> dict[str, Target]:

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem import kernels
 from tandem.layers.attention import AttentionBackend, Batch, KVCache
-from tandem.layers.linear import LinearScheme
-from tandem.layers.norm import norm_weight
+from tandem.layers.linear import LinearScheme, host_linear
+from tandem.layers.norm import RMSNorm
 from tandem.layers.rotary import RopeSpec, cos_sin_table
 from tandem.layers.target import Target, whole
 from tandem.models.blocks import Block, SandwichBlock
@@ -41,7 +40,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             [kind(spec, n, tables[spec.rope_of(n)], scheme, dtype, device) for n in range(spec.num_layers)]
         )
-        self.norm_E = norm_weight(spec.hidden_size, device)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device)
         self.head = scheme.create_head(spec.hidden_size, spec.num_logits, dtype, device)
         if self.head is None:
             head_VE = self.embedding_VE if spec.tied else nn.Parameter(torch.empty_like(self.embedding_VE), False)
@@ -62,12 +61,13 @@ class Decoder(nn.Module):
         assert residual_TE is not None
         if batch.sampled_R is not None:
             hidden_TE, residual_TE = hidden_TE[batch.sampled_R], residual_TE[batch.sampled_R]
-        return kernels.add_rms_norm(hidden_TE, residual_TE, self.norm_E, self.spec.norm_eps)[0]
+        return self.norm.add(hidden_TE, residual_TE)[0]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """float32 [R, V]."""
         if self.head is None:
-            logits_RV = F.linear(hidden_RE, self.head_VE).float()
+            product = host_linear if self.head_VE.is_cpu else F.linear
+            logits_RV = product(hidden_RE, self.head_VE).float()
         else:
             logits_RV = self.head(hidden_RE).float()
         if self.spec.logit_softcap is not None:
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
     def targets(self) -> dict[str, Target]:
         """Hugging Face tensor name → its place; together they cover every parameter exactly once."""
-        places = {"model.norm.weight": whole(self.norm_E.data, self.spec.norm_offset)}
+        places = {"model.norm.weight": whole(self.norm.weight_E.data, self.spec.norm_offset)}
         places["model.embed_tokens.weight"] = self._embedding_target()
         if not self.spec.tied:
             places["lm_head.weight"] = whole(self.head_VE.data) if self.head is None else self.head.target()

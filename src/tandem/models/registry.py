@@ -21,10 +21,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def build(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, *, linear: LinearScheme | None = None,
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, linear: LinearScheme | None = None, *,
     max_length: int | None = None,
 ) -> Decoder:  # fmt: skip
-    """A decoder with uninitialised parameters. max_length shortens the rope tables; None: all that the model reaches."""
+    """A decoder with uninitialised parameters. max_length cuts the rope tables; None: the model's own."""
     place = torch.device(device)
     if max_length is not None:
         spec = dataclasses.replace(spec, max_length=min(max_length, spec.max_length))
@@ -37,7 +37,9 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     prefix = ""
     if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), Mapping):
         prefix = "language_model."
-        inherited = {key: config[key] for key in ("torch_dtype", "dtype", "quantization_config") if key in config}
+        inherited: dict[str, Any] = {
+            key: config[key] for key in ("torch_dtype", "dtype", "quantization_config") if key in config
+        }
         config = {**inherited, **config["text_config"], "model_type": "gemma3_text"}
     family = _family(config)
     reader = _Reader({**FAMILIES[family].defaults, **{k: v for k, v in config.items() if v is not None}}, family)
