@@ -84,7 +84,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(span.length for span in self.spans)
+        return self.num_decodes + sum(span.length for span in self.spans[self.num_decodes :])
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ class Teller:
         self.observers = observers
         self.now_s = 100.0
         self.step = 0
+        self.last: tuple[str, ...] = ()
 
     def add(self, name: str, length: int = 4, fork_of: str | None = None) -> None:
         request = Request(name, [1] * length, PARAMS, fork_of=fork_of, arrival_s=self.now_s)
@@ -40,7 +41,11 @@ class Teller:
         """new: of those that run, who arrives. Everyone samples; finish: reasons, "resumed" is never one."""
         spans = [Span(name, 0, 4, 1, (), True) for name in decodes] + [Span(name, 0, 0, 4, (), True) for name in chunks]
         arrivals = [Arrival(name, 0, [1] * 4, 4, PARAMS) for name in new]
-        plan = StepPlan(self.step, spans, arrivals, num_decodes=len(decodes), preempted=preempted, held=held)
+        steady = bool(decodes) and not (chunks or preempted or failed) and decodes == self.last
+        self.last = decodes if not chunks else ()
+        plan = StepPlan(
+            self.step, spans, arrivals, num_decodes=len(decodes), steady=steady, preempted=preempted, held=held
+        )
         t, self.step = self.now_s, self.step + 1
         times = StepTimes(t + 0.2, t + 0.25, t + 0.3, t + 1.3, t + 1.4)
         ends = finish or {}
@@ -213,3 +218,42 @@ def test_parts_always_sum_and_maps_end_empty(moves: list[tuple[str, int]]) -> No
     for account in ledger.accounts():
         assert sum(account.parts_s.values()) == pytest.approx(account.total_s, rel=1e-9, abs=1e-9)
         assert account.parts_s["queue"] == pytest.approx(sum(account.queue_why.values()), abs=1e-9)
+
+
+def test_lockstep_counts_as_step_by_step_does() -> None:
+    """Steady steps are summed for all streams at once; the figures must be those of one by one."""
+
+    def run(steady: bool) -> tuple[Metrics, RequestLedger]:
+        metrics, ledger = Metrics(), RequestLedger()
+        teller = Teller(metrics, ledger)
+        for name in "abc":
+            teller.add(name)
+        teller.run(chunks=("a", "b", "c"), new=("a", "b", "c"))
+        for number in range(12):
+            if not steady:
+                teller.last = ()
+            teller.now_s += number / 16
+            teller.run(decodes=("a", "b", "c"), finish={"b": "stop"} if number == 9 else None)
+            if number == 9:
+                break
+        for _ in range(3):
+            if not steady:
+                teller.last = ()
+            teller.run(decodes=("a", "c"))
+        teller.abort("c")
+        teller.run(decodes=("a",), finish={"a": "length"})
+        metrics.check()
+        return metrics, ledger
+
+    (fast, fast_ledger), (slow, slow_ledger) = run(True), run(False)
+    for name in ("itl_s", "tpot_s", "ttft_s", "e2e_s", "generated_lengths"):
+        ours, theirs = getattr(fast, name), getattr(slow, name)
+        assert ours.counts == theirs.counts and ours.sum == pytest.approx(theirs.sum), name
+    assert fast.num_generated_tokens == slow.num_generated_tokens == 3 + 30 + 6 + 1
+    assert fast.num_ghosts == slow.num_ghosts == 0
+    for name in "abc":
+        ours, theirs = fast_ledger.account(name), slow_ledger.account(name)
+        assert ours is not None and theirs is not None
+        assert ours.parts_s == pytest.approx(theirs.parts_s)
+        assert (ours.num_tokens, ours.num_decodes, ours.end_s) == (theirs.num_tokens, theirs.num_decodes, theirs.end_s)
+        assert sum(ours.parts_s.values()) == pytest.approx(ours.total_s, rel=1e-9)

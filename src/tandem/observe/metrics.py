@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.observer import Observer
-from tandem.plan import StepPlan, StepResult
+from tandem.plan import Span, StepPlan, StepResult
 from tandem.request import Change, Request
 
 LATENCY_BUCKETS_S = (
@@ -109,6 +109,9 @@ class Metrics(Observer):
         self.num_running = 0
         self.num_waiting = 0
         self._live: dict[str, _Stream] = {}
+        self._lockstep_s = 0.0
+        self._lockstep_spans: Sequence[Span] = ()
+        self._num_lockstep = 0
 
     def request_added(self, request: Request, now_s: float) -> None:
         self.num_accepted += 1
@@ -148,6 +151,11 @@ class Metrics(Observer):
         self.num_step_tokens += plan.num_tokens
         self.host_s["wait"] += home_s - began_s
         self.host_s["settle"] += settled_s - home_s
+        if plan.steady and self._lockstep_s and result.counts is None and not result.failed:
+            self._steady(plan, changes, settled_s)
+            return
+        self._catch_up()
+        self._lockstep_s = settled_s if plan.num_decodes == len(plan.spans) else 0.0
         gaps: dict[float, int] = {}
         num_heard = 0
         for change in changes:
@@ -163,6 +171,28 @@ class Metrics(Observer):
             self.itl_s.observe(gap_s, times)
         num_sampling = plan.num_decodes + sum(span.samples for span in plan.spans[plan.num_decodes :])
         self.num_ghosts += max(0, num_sampling - num_heard - len(result.failed))
+
+    def _steady(self, plan: StepPlan, changes: Sequence[Change], now_s: float) -> None:
+        """A step of the same streams as the last: each has one token more, so one count serves for all of them."""
+        self.itl_s.observe(now_s - self._lockstep_s, len(changes))
+        self.num_generated_tokens += len(changes)
+        self.num_ghosts += len(plan.spans) - len(changes)
+        self._lockstep_s, self._lockstep_spans = now_s, plan.spans
+        self._num_lockstep += 1
+        ended = [change for change in changes if change[2] is not None]
+        if ended:
+            self._catch_up()
+            for change in ended:
+                self._end(change.request, self._live[change.request], change.finish or "", now_s)
+
+    def _catch_up(self) -> None:
+        """Write into each stream what it got while all moved in step."""
+        if self._num_lockstep:
+            for span in self._lockstep_spans:
+                if stream := self._live.get(span.request):
+                    stream.num_generated += self._num_lockstep
+                    stream.last_s = self._lockstep_s
+            self._num_lockstep = 0
 
     def _set_running(self, request: str, running: bool) -> _Stream | None:
         stream = self._live.get(request)

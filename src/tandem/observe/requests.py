@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.observer import Observer
-from tandem.plan import StepPlan, StepResult
+from tandem.plan import Span, StepPlan, StepResult
 from tandem.request import Change, Request
 
 NEXT_PLAN = "next plan"
@@ -83,6 +83,10 @@ class RequestLedger(Observer):
         self._why_s: dict[str, float] = {}
         self._why, self._why_from_s = NEXT_PLAN, 0.0
         self._device_s = 0.0
+        self._lockstep = False
+        self._lockstep_spans: Sequence[Span] = ()
+        self._num_lockstep = 0
+        self._gap_s = self._decode_s = 0.0
 
     def account(self, request: str) -> Account | None:
         """The account of a request that has ended, or None if it is unknown, alive or forgotten."""
@@ -101,6 +105,7 @@ class RequestLedger(Observer):
         self._open[request.id] = _Open(account, max(now_s, arrival_s), self._clock(now_s))
 
     def request_aborted(self, request: str, now_s: float) -> None:
+        self._catch_up()
         self._close(request, "abort", now_s)
 
     def step_submitted(self, plan: StepPlan, began_s: float, planned_s: float, submitted_s: float) -> None:
@@ -126,6 +131,11 @@ class RequestLedger(Observer):
     ) -> None:
         times = result.times
         on_device = (times.began_s, times.computed_s) if times.computed_s else (began_s, home_s)
+        if plan.steady and self._lockstep and result.counts is None and not result.failed:
+            self._steady(plan, changes, on_device, settled_s)
+            return
+        self._catch_up()
+        self._lockstep = plan.num_decodes == len(plan.spans)
         for index, span in enumerate(plan.spans):
             if entry := self._open.get(span.request):
                 self._step(entry, on_device, index < plan.num_decodes)
@@ -136,6 +146,37 @@ class RequestLedger(Observer):
                 entry.account.num_cached += change.cached
                 if change.finish is not None:
                     self._close(change.request, change.finish, settled_s)
+
+    def _steady(
+        self, plan: StepPlan, changes: Sequence[Change], on_device: tuple[float, float], settled_s: float
+    ) -> None:
+        """A step of the same requests as the last: what passes is the same for each, so it is summed once."""
+        device_s, (began_s, computed_s) = self._device_s, on_device
+        self._gap_s += max(0.0, began_s - device_s)
+        self._decode_s += max(0.0, computed_s - max(began_s, device_s))
+        self._device_s = max(device_s, computed_s)
+        self._num_lockstep += 1
+        self._lockstep_spans = plan.spans
+        ended = [change for change in changes if change[2] is not None]
+        if ended:
+            self._catch_up()
+            for change in ended:
+                self._close(change.request, change.finish or "", settled_s)
+
+    def _catch_up(self) -> None:
+        """Write into each account what passed while all moved in step."""
+        if not self._num_lockstep:
+            return
+        for span in self._lockstep_spans:
+            if entry := self._open.get(span.request):
+                account = entry.account
+                account.parts_s["host_gap"] += self._gap_s
+                account.parts_s["decode"] += self._decode_s
+                account.num_decodes += self._num_lockstep
+                account.num_tokens += self._num_lockstep
+                entry.cursor_s += self._gap_s + self._decode_s
+        self._num_lockstep = 0
+        self._gap_s = self._decode_s = 0.0
 
     def _step(self, entry: _Open, on_device: tuple[float, float], decodes: bool) -> None:
         account = entry.account

@@ -1,0 +1,159 @@
+"""What the host costs a step, on the null runner: no device, no model, pure decode. It times the loop's own parts.
+
+The null runner makes its tokens up inside ``submit``; that time is the runner's, so it is measured by itself and
+shown as "device", not as submit.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tandem.bench.drive import SharedRunner
+from tandem.engine.contract import Add, Mail
+from tandem.engine.loop import Loop
+from tandem.errors import TandemError
+from tandem.observe.metrics import Metrics
+from tandem.observe.requests import RequestLedger
+from tandem.observe.timeline import Timeline
+from tandem.observer import Observer
+from tandem.plan import Planner, StepPlan
+from tandem.request import Change, Request, SamplingParams
+
+PROMPT = 16
+MAX_TOKENS = 1 << 10
+
+
+class HostFigure(NamedTuple):
+    """Microseconds a step: medians of each part, and their sum. device: the null runner's made-up computing."""
+
+    batch: int
+    waiting: int
+    plan_us: float
+    submit_us: float
+    collect_us: float
+    settle_us: float
+    total_us: float
+    p99_us: float
+    observers_us: float
+    device_us: float
+
+
+class _CountingMailbox:
+    """Mail in, changes counted: what a front end in another process would cost the loop is not its matter."""
+
+    def __init__(self) -> None:
+        self.mail: list[Mail] = []
+        self.num_changes = 0
+        self.num_refused = 0
+
+    def take(self) -> Sequence[Mail]:
+        mail, self.mail = self.mail, []
+        return mail
+
+    def wait(self, timeout_s: float | None) -> None: ...
+
+    def deliver(self, changes: Sequence[Change]) -> None:
+        self.num_changes += len(changes)
+        self.num_refused += sum(change.finish == "error" for change in changes)
+
+    def answer(self, number: int, value: Any, error: TandemError | None) -> None: ...
+
+    def report(self, statistics: dict[str, Any]) -> None: ...
+
+    def stopped(self, error: TandemError | None) -> None: ...
+
+
+class _TimedRunner(SharedRunner):
+    """Knows how long the wrapped runner took in submit."""
+
+    def __init__(self, runner: Any, depth: int) -> None:
+        super().__init__(runner, depth)
+        self.took_s: list[float] = []
+
+    def submit(self, plan: StepPlan) -> Any:
+        began_s = time.perf_counter()
+        ticket = super().submit(plan)
+        self.took_s.append(time.perf_counter() - began_s)
+        return ticket
+
+
+def measure_host(
+    make: Callable[[int, int], tuple[Planner, Any]], batch: int, waiting: int, *, num_steps: int = 300, depth: int = 2
+) -> HostFigure:
+    """Decode batch requests for num_steps steps while waiting more stand in the queue.
+
+    make(batch, waiting)   gives a fresh planner with batch rows and room for the waiting, and a null runner.
+    """
+    planner, runner = make(batch, waiting)
+    timed, mailbox, timeline = _TimedRunner(runner, depth), _CountingMailbox(), Timeline(depth, capacity=num_steps)
+    loop = Loop(planner, timed, mailbox, observers=[timeline])
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    mailbox.mail = [Add(Request(f"r{i}", [i % 97 + 1] * PROMPT, greedy)) for i in range(batch + waiting)]
+    _turn(loop, lambda: timeline.totals.num_steps > 10 and bool(timeline.steps) and _is_decode(timeline, batch))
+    timeline.reset()
+    timed.took_s.clear()
+    gc.collect()
+    gc.freeze()
+    try:
+        _turn(loop, lambda: timeline.totals.num_steps >= num_steps)
+    finally:
+        gc.unfreeze()
+    if mailbox.num_refused:
+        raise TandemError(f"{mailbox.num_refused} requests were refused.")
+    steps = list(timeline.steps)
+    parts = {
+        "plan": [r.planned_s - r.plan_began_s for r in steps],
+        "settle": [r.settled_s - r.host_home_s for r in steps],
+        "collect": [r.host_home_s - r.wait_began_s for r in steps],
+        "submit": [
+            r.submitted_s - r.planned_s - took for r, took in zip(steps, timed.took_s[-len(steps) :], strict=False)
+        ],
+    }
+    totals = [sum(values) for values in zip(*parts.values(), strict=False)]
+    median = {name: _rank(values, 0.5) * 1e6 for name, values in parts.items()}
+    return HostFigure(
+        batch, waiting, median["plan"], median["submit"], median["collect"], median["settle"],
+        _rank(totals, 0.5) * 1e6, _rank(totals, 0.99) * 1e6, _observers_us(batch), _rank(timed.took_s, 0.5) * 1e6,
+    )  # fmt: skip
+
+
+def _is_decode(timeline: Timeline, batch: int) -> bool:
+    return timeline.steps[-1].num_decodes == batch
+
+
+def _turn(loop: Loop, done: Callable[[], bool]) -> None:
+    for _ in range(1_000_000):
+        if done():
+            return
+        loop.turn()
+        if loop.error is not None:
+            raise loop.error
+    raise TandemError("the loop never reached pure decode.", hint="the KV pool may be too small for the batch.")
+
+
+def _rank(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _observers_us(batch: int) -> float:
+    """What timeline, metrics and request ledger cost at a steady decode step, µs."""
+    from tandem.plan import Span, StepResult
+
+    names = [f"r{i}" for i in range(batch)]
+    observers: list[Observer] = [Timeline(), Metrics(), RequestLedger()]
+    for observer in observers:
+        for name in names:
+            observer.request_added(Request(name, [1], SamplingParams()), 0.0)
+    took: list[float] = []
+    for step in range(60):
+        spans = [Span(name, i, step, 1, (), True) for i, name in enumerate(names)]
+        plan = StepPlan(step, spans, num_decodes=batch, steady=step > 0)
+        result, changes = StepResult(step, [1] * batch), [Change(name, (1,)) for name in names]
+        began_s = time.perf_counter()
+        for observer in observers:
+            observer.step_submitted(plan, 1.0 + step, 1.1 + step, 1.2 + step)
+            observer.step_collected(plan, result, changes, 1.2 + step, 1.3 + step, 1.4 + step)
+        took.append(time.perf_counter() - began_s)
+    return _rank(took, 0.5) * 1e6

@@ -1,0 +1,120 @@
+"""Options of the command line, derived from Settings and SamplingParams. It knows no command."""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from tandem.config import GROUPS, Settings
+from tandem.request import SamplingParams
+
+KINDS = {"str": str, "int": int, "float": float}
+SAMPLING: tuple[tuple[str, type, Any, str], ...] = (
+    ("--max-tokens", int, 512, "most tokens of an answer (default: 512)"),
+    ("--temperature", float, 0.0, "0: always the likeliest token; 1: the model's own distribution (default: 0)"),
+    ("--top-p", float, 1.0, "choose among the likeliest tokens that together reach this probability"),
+    ("--top-k", int, 0, "choose among this many likeliest tokens (0: all)"),
+    ("--min-p", float, 0.0, "drop tokens less likely than this share of the likeliest"),
+    ("--repetition-penalty", float, 1.0, "above 1: tokens that occurred become less likely"),
+    ("--sampling-seed", int, None, "the same seed gives the same answer"),
+)
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPT = 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our ways: whole option names only, help as written, the nearest spelling for a wrong option."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}", file=sys.stderr)
+        if hint := self._hint(message):
+            print(f"hint: {hint}", file=sys.stderr)
+        print(f"hint: {self.prog} --help lists the options.", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+    def _hint(self, message: str) -> str | None:
+        known = [option for action in self._actions for option in action.option_strings]
+        if not message.startswith("unrecognized arguments:"):
+            return None
+        for word in message.split()[2:]:
+            if word.startswith("-"):
+                near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+                return f"did you mean {near[0]}?" if near else None
+        return "put a prompt of several words into quotes."
+
+
+def option_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, *, without: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+) -> None:
+    """An option for every setting, grouped. Only what the user gives is in the parsed result.
+
+    without    settings that the command chooses itself.      defaults   what it uses in place of a setting's default.
+    """
+    groups = {name: parser.add_argument_group(f"settings: {name}") for name in GROUPS}
+    for f in dataclasses.fields(Settings):
+        if f.name not in without:
+            default = (defaults or {}).get(f.name, f.default)
+            groups[f.metadata["group"]].add_argument(option_name(f.name), **_declare(f, default))
+
+
+def _declare(f: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
+    """argparse's words for one setting. Ranges are checked by Settings, which explains them."""
+    metadata = f.metadata
+    text = metadata["help"].replace("%", "%%")
+    kind = str(getattr(f.type, "__name__", f.type)).split(" ")[0]
+    declared: dict[str, Any] = {"dest": f"setting_{f.name}", "default": argparse.SUPPRESS}
+    if kind == "bool":
+        declared["action"] = argparse.BooleanOptionalAction
+    elif metadata.get("choices"):
+        declared |= {"choices": metadata["choices"], "type": str}
+    else:
+        declared["type"] = str if metadata.get("unit") == "bytes" else KINDS[kind]
+        declared["metavar"] = {"str": "TEXT", "int": "N", "float": "X"}[kind]
+        if metadata.get("unit") == "bytes":
+            declared["metavar"] = "BYTES"
+    if default is not None and "default" not in text:
+        shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+        text = f"{text} (default: {shown})"
+    return declared | {"help": text}
+
+
+def settings_of(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """The settings that the user gave, by name; more: the command's own, which the user's override."""
+    given = {name.removeprefix("setting_"): v for name, v in vars(arguments).items() if name.startswith("setting_")}
+    return {**more, **given}
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Options for how an answer is chosen: greedy unless said."""
+    group = parser.add_argument_group("the answer")
+    for name, kind, default, text in SAMPLING:
+        metavar = {int: "N", float: "X"}[kind]
+        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given again"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on behind the model's own end")
+
+
+def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
+    """Raises RequestError for a value out of range."""
+    return SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.sampling_seed,
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
