@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.launch import runs_triton
+
 
 def silu_mul_torch(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) · up, [T, 2F] → [T, F] (SwiGLU, Shazeer 2020)."""
@@ -18,9 +20,17 @@ def gelu_tanh_mul_torch(gate_up_T2F: Tensor) -> Tensor:
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """See silu_mul_torch."""
+    if runs_triton(gate_up_T2F):
+        from tandem.kernels.activation_triton import gated_triton
+
+        return gated_triton(gate_up_T2F, gelu=False)
     return silu_mul_torch(gate_up_T2F)
 
 
 def gelu_tanh_mul(gate_up_T2F: Tensor) -> Tensor:
     """See gelu_tanh_mul_torch."""
+    if runs_triton(gate_up_T2F):
+        from tandem.kernels.activation_triton import gated_triton
+
+        return gated_triton(gate_up_T2F, gelu=True)
     return gelu_tanh_mul_torch(gate_up_T2F)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.norm import rms_norm_torch
+from tandem.kernels.launch import runs_triton
+from tandem.kernels.norm import rms_norm_torch, sum_parts
 
 
 def rotate_torch(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -17,18 +18,20 @@ def rotate_torch(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def norm_rope_store_torch(
-    qkv_TX: Tensor, positions_T: Tensor, cos_sin_LD: Tensor, slots_T: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor,
+    qkv: Tensor, positions_T: Tensor, cos_sin_LD: Tensor, slots_T: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor,
     num_heads: int, query_norm_D: Tensor | None = None, key_norm_D: Tensor | None = None, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
     """Split qkv, normalise q and k per head if norms are given, rotate both, write K and V into the cache.
 
-    qkv_TX       [T, (H + 2K)·D]: queries, keys, values.
+    qkv          [T, (H + 2K)·D]: queries, keys, values; or float32 partial sums of it, [parts, T, (H + 2K)·D], as
+                 linear_parts returns them, added in order and rounded to the cache's dtype.
     cos_sin_LD   float32 [positions, D]: D/2 cosines, then D/2 sines, of each position.
     slots_T      cache slot of each token; -1 writes nowhere.
     Returns the rotated queries, [T, H, D].
     """
     num_kv_heads, head_dim = keys_NPKD.shape[2:]
     widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+    qkv_TX = qkv if qkv.dim() == 2 else sum_parts(qkv).to(keys_NPKD.dtype)
     queries, keys, values = (part.unflatten(-1, (-1, head_dim)) for part in qkv_TX.split(widths, dim=-1))
     if query_norm_D is not None and key_norm_D is not None:
         queries, keys = rms_norm_torch(queries, query_norm_D, eps), rms_norm_torch(keys, key_norm_D, eps)
@@ -43,10 +46,16 @@ def norm_rope_store_torch(
 
 
 def norm_rope_store(
-    qkv_TX: Tensor, positions_T: Tensor, cos_sin_LD: Tensor, slots_T: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor,
+    qkv: Tensor, positions_T: Tensor, cos_sin_LD: Tensor, slots_T: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor,
     num_heads: int, query_norm_D: Tensor | None = None, key_norm_D: Tensor | None = None, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
     """See norm_rope_store_torch."""
+    if runs_triton(qkv):
+        from tandem.kernels.rotary_triton import norm_rope_store_triton
+
+        return norm_rope_store_triton(
+            qkv, positions_T, cos_sin_LD, slots_T, keys_NPKD, values_NPKD, num_heads, query_norm_D, key_norm_D, eps
+        )
     return norm_rope_store_torch(
-        qkv_TX, positions_T, cos_sin_LD, slots_T, keys_NPKD, values_NPKD, num_heads, query_norm_D, key_norm_D, eps
+        qkv, positions_T, cos_sin_LD, slots_T, keys_NPKD, values_NPKD, num_heads, query_norm_D, key_norm_D, eps
     )

@@ -1,0 +1,528 @@
+"""Check and time tandem's kernels on a GPU: right against float64 first, then variants inside CUDA graphs.
+
+    python3 scripts/gpu_kernels.py [--only decode,prefill,linear,layer,small,sample] [--sweep]
+
+Buffers rotate over more than the L2 cache, tensors are random, outputs are poisoned. Prints a short table last and
+writes everything to $OUT/kernels.json (or ./kernels.json). Variants are compiled first, by one process a core.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
+import torch
+import torch.nn.functional as F
+
+from tandem.kernels import launch
+
+COMPILING = "--compile" in sys.argv
+DEVICE = torch.device("cpu" if COMPILING else "cuda")
+PEAK = 4.27e12
+ROWS: list[dict] = []
+Run = Callable[[], object]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    if COMPILING:
+        return torch.empty(shape, dtype=dtype)
+    return torch.randn(shape, dtype=dtype, device=DEVICE) * scale
+
+
+def ints(values: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return values.to(device=DEVICE, dtype=dtype)
+
+
+def timed(name: str, runs: list[Run], num_bytes: float = 0, flops: float = 0, calls: int = 24, **notes: object) -> float:
+    """Median microseconds a call, of a graph of ``calls`` calls that cycle through ``runs``."""
+    if COMPILING:
+        if MINE():
+            runs[0]()
+        return 0.0
+    try:
+        for run in runs[:2]:
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for number in range(calls):
+                runs[number % len(runs)]()
+        times = []
+        for _ in range(6):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / calls)
+        micro = statistics.median(times[1:])
+    except Exception as error:
+        print(f"  FAILED {name}: {type(error).__name__} {str(error)[:160]}", flush=True)
+        torch.cuda.synchronize()
+        return float("inf")
+    row = {"name": name, "us": round(micro, 2), **notes}
+    if num_bytes:
+        row |= {"tb_s": round(num_bytes / micro / 1e6, 3), "share": round(num_bytes / micro * 1e6 / PEAK, 3)}
+    if flops:
+        row["tflop_s"] = round(flops / micro / 1e6, 1)
+    ROWS.append(row)
+    print("  " + " ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    return micro
+
+
+def check(name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    got, want = got.double(), want.double()
+    error = float((got - want).norm() / want.norm())
+    ok = error < limit
+    ROWS.append({"name": f"check {name}", "error": error, "ok": ok})
+    print(f"  {'ok' if ok else 'WRONG'} {name} {error:.1e}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- attention
+class Paged:
+    """A cache with scattered block tables, and queries."""
+
+    def __init__(self, spans: int, length: int, heads: int = 32, kv: int = 8, dim: int = 128, block: int = 16):
+        blocks = -(-length // block)
+        pool = spans * blocks + 3
+        order = torch.arange(pool) if COMPILING else torch.randperm(pool)
+        self.tables = ints(order[: spans * blocks].view(spans, blocks))
+        self.keys, self.values = rand(pool, block, kv, dim), rand(pool, block, kv, dim)
+        self.lengths = ints(torch.full((spans,), length))
+        self.starts = ints(torch.arange(spans + 1))
+        self.queries = rand(spans, heads, dim)
+        self.out = torch.empty_like(self.queries)
+        self.scale, self.num_bytes = dim**-0.5, 4.0 * spans * length * kv * dim
+
+
+def attention_reference(p: Paged, starts: torch.Tensor, window: int | None, softcap: float | None) -> torch.Tensor:
+    out = torch.zeros(p.queries.shape, dtype=torch.float64, device=DEVICE)
+    group = p.queries.shape[1] // p.keys.shape[2]
+    for span in range(len(p.lengths)):
+        length, a, b = int(p.lengths[span]), int(starts[span]), int(starts[span + 1])
+        columns = torch.arange(length, device=DEVICE)
+        blocks = p.tables[span, columns // p.keys.shape[1]].long()
+        keys, values = (
+            c[blocks, columns % p.keys.shape[1]].double().repeat_interleave(group, 1) for c in (p.keys, p.values)
+        )
+        score = torch.einsum("thd,nhd->htn", p.queries[a:b].double(), keys) * p.scale
+        score = softcap * torch.tanh(score / softcap) if softcap else score
+        positions = length - (b - a) + torch.arange(b - a, device=DEVICE)
+        hidden = columns[None] > positions[:, None]
+        hidden = hidden | (columns[None] <= positions[:, None] - window) if window else hidden
+        out[a:b] = torch.einsum("htn,nhd->thd", score.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    return out
+
+
+def check_attention() -> None:
+    from tandem.kernels import attention_decode as decode
+    from tandem.kernels import attention_prefill as prefill
+
+    scratch = decode.Scratch(DEVICE)
+    for heads, kv, dim, block, window, softcap in [
+        (32, 8, 128, 16, None, None), (9, 3, 64, 16, 100, None), (16, 1, 256, 32, None, 30.0), (8, 8, 96, 16, None, None),
+        (14, 2, 64, 128, 77, None), (16, 8, 128, 128, None, None),
+    ]:  # fmt: skip
+        p = Paged(7, 1999, heads, kv, dim, block)
+        p.lengths = ints(torch.tensor([1999, 1, 65, 640, 777, 64, 1313]))
+        want = attention_reference(p, p.starts, window, softcap)
+        tag = f"H{heads} K{kv} D{dim} P{block} window {window} cap {softcap}"
+        for splits in (1, 4, 16):
+            p.out.fill_(torch.nan)
+            decode.decode_attention(
+                p.queries, p.keys, p.values, p.tables, p.lengths, p.out, scratch, p.scale, splits, window, softcap
+            )
+            check(f"decode {splits} splits {tag}", p.out, want, 6e-3)
+        alone = torch.full_like(p.out, torch.nan)
+        prefill.invariant_decode_attention(
+            p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, 1999, alone, scratch, p.scale, window, softcap
+        )
+        check(f"invariant decode {tag}", alone, want, 6e-3)
+        starts = ints(torch.tensor([0, 300, 301, 366, 400, 411, 475, 1000]))
+        last, p.queries = p.queries, rand(1000, heads, dim)
+        p.queries[starts[1:].long() - 1] = last
+        want = attention_reference(p, starts, window, softcap)
+        for invariant in (False, True):
+            out = torch.full_like(p.queries, torch.nan)
+            prefill.prefill_attention(
+                p.queries, p.keys, p.values, p.tables, p.lengths, starts, 525, out, p.scale, window, softcap, invariant
+            )
+            check(f"prefill invariant {invariant} {tag}", out, want, 6e-3)
+        same = bool((out[starts[1:].long() - 1] == alone).all())
+        print(f"  {'ok' if same else 'DIFFERENT'} invariant decode and prefill agree bit for bit", flush=True)
+        ROWS.append({"name": f"bitwise attention {tag}", "ok": same})
+
+
+def decode_cases(sweep: bool) -> None:
+    from tandem.kernels import attention_decode as decode
+
+    scratch = decode.Scratch(DEVICE)
+    shapes = [(32, 4352), (32, 1280), (256, 1280), (8, 512), (1, 512), (1, 32768)]
+    for spans, length in shapes:
+        sets = [Paged(spans, length) for _ in range(max(1, min(16, int(3e8 / (spans * length * 4096)))))]
+        auto = decode.num_splits_for(spans * 8, length, 64, 132)
+        variants = [(auto, 2, 3, 64)]
+        if sweep:
+            variants += [(auto, w, s, t) for w, s, t in ((2, 4, 64), (4, 3, 64), (4, 4, 64), (2, 4, 32), (1, 4, 32))]
+            variants += [(max(auto // 2, 1), 2, 3, 64), (auto * 2, 2, 3, 64)]
+            variants += [(16, 2, 3, 32), (8, 1, 4, 32)] if length == 512 else []
+        for splits, warps, stages, tile in dict.fromkeys(variants):
+            runs: list[Run] = [
+                lambda p=p: decode.decode_attention(
+                    p.queries, p.keys, p.values, p.tables, p.lengths, p.out, scratch, p.scale, splits, None, None,
+                    warps, stages, tile,
+                )
+                for p in sets
+            ]  # fmt: skip
+            name = f"decode {spans}x{length} splits {splits} warps {warps} stages {stages} tile {tile}"
+            timed(name, runs, sets[0].num_bytes)
+        from tandem.kernels.attention_prefill import invariant_decode_attention
+
+        runs = [
+            lambda p=p, n=length: invariant_decode_attention(
+                p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, n, p.out, scratch, p.scale
+            )
+            for p in sets
+        ]
+        timed(f"decode {spans}x{length} invariant", runs, sets[0].num_bytes)
+
+
+def prefill_cases(sweep: bool) -> None:
+    from tandem.kernels.attention_prefill import prefill_attention
+
+    for heads in (32, 16):
+        for block in (16, 128):
+            p = Paged(2, 8192, heads, 8, 128, block)
+            p.queries = rand(16384, heads, 128)
+            p.starts = ints(torch.tensor([0, 8192, 16384]))
+            out = torch.empty_like(p.queries)
+            variants = [(128, 64, 8, 3, False)]
+            if sweep:
+                variants += [(128, 64, 8, 2, False), (128, 64, 8, 4, False), (128, 128, 8, 2, False), (64, 64, 4, 3, False)]
+                variants += [(128, 128, 8, 3, False), (64, 64, 4, 4, False), (64, 128, 4, 2, False)]
+            if block == 128:
+                variants = [(*v[:4], True) for v in variants] + variants[:2]
+            for rows, tile, warps, stages, descriptors in variants:
+                run = lambda: prefill_attention(  # noqa: E731
+                    p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, 8192, out, p.scale,
+                    rows=rows, tile=tile, num_warps=warps, num_stages=stages, descriptors=descriptors,
+                )  # fmt: skip
+                name = f"prefill 2x8192 H{heads} P{block} rows {rows} tile {tile} warps {warps} stages {stages}"
+                timed(f"{name}{' tma' if descriptors else ''}", [run], flops=4.0 * 8192 * 8192 * heads * 128, calls=4)
+            run = lambda: prefill_attention(  # noqa: E731
+                p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, 8192, out, p.scale, invariant=True
+            )
+            timed(f"prefill 2x8192 H{heads} P{block} invariant", [run], flops=4.0 * 8192 * 8192 * heads * 128, calls=4)
+    if not COMPILING:
+        q, k, v = rand(2, 32, 8192, 128), rand(2, 32, 8192, 128), rand(2, 32, 8192, 128)
+        run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+        timed("sdpa (library) 2x8192 H32 contiguous", [run], flops=4.0 * 8192 * 8192 * 32 * 128, calls=4)
+
+
+# ------------------------------------------------------------------------------------------------- linear
+SHAPES = {
+    "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
+    "0.6B qkv": (4096, 1024), "0.6B o": (1024, 2048), "0.6B gate_up": (6144, 1024), "0.6B down": (1024, 3072),
+}  # fmt: skip
+
+
+def check_linear() -> None:
+    from tandem.kernels import linear_triton as lin
+
+    for tokens, rows, size in [(1, 4096, 4096), (33, 1000, 1111), (64, 1024, 2048), (7, 768, 576)]:
+        x, weight, bias = rand(tokens, size), rand(rows, size, scale=size**-0.5), rand(rows)
+        want = x.double() @ weight.double().T + bias.double()
+        for parts in (1, 4):
+            got = lin.skinny(
+                x, weight, bias, tokens=64, rows=64, step=64, num_parts=parts, prefetch_bytes=2048 if size % 8 == 0 else 0
+            )
+            check(f"skinny {tokens} {rows} {size} parts {parts}", got if parts == 1 else got.sum(0), want, 5e-3)
+        half = rows // 2
+        got = lin.skinny(x, weight, bias, tokens=64, rows=32, step=64, activation="silu")
+        check(f"gated {tokens} {rows} {size}", got, F.silu(want[:, :half]) * want[:, half:], 1e-2)
+        many = rand(517, size)
+        many[:tokens] = x
+        alone, among = (lin.invariant_linear(a, weight, bias, 3) for a in (x, many))
+        check(f"invariant linear {tokens} {rows} {size}", alone, want, 5e-3)
+        same = bool((alone == among[:tokens]).all())
+        print(f"  {'ok' if same else 'DIFFERENT'} invariant linear alone and among", flush=True)
+        ROWS.append({"name": f"bitwise linear {tokens} {rows} {size}", "ok": same})
+
+
+def linear_cases(sweep: bool) -> None:
+    from tandem.kernels import linear as choice
+    from tandem.kernels import linear_triton as lin
+
+    for name, (rows, size) in SHAPES.items():
+        gated = "gate_up" in name
+        weights = [rand(rows, size, scale=size**-0.5) for _ in range(max(3, min(24, int(4e8 / (rows * size * 2)))))]
+        for tokens in (1, 8, 32, 64, 128):
+            num_bytes = rows * size * 2.0
+            x = rand(tokens, size)
+            if not COMPILING:
+                timed(f"linear {name} T{tokens} library", [lambda w=w: F.linear(x, w) for w in weights], num_bytes)
+            tile = choice.token_tile(tokens)
+            tile = tile if tokens <= 64 else 128
+            variants: list[dict] = []
+            if gated:
+                for r, step, stages, warps in ((64, 64, 4, 4), (32, 128, 4, 4), (64, 128, 3, 4), (64, 64, 6, 4)):
+                    variants.append({"rows": r, "step": step, "num_stages": stages, "num_warps": warps})
+            else:
+                base = max(1, min(round(264 / -(-rows // 64)), size // 256))
+                for r, step, stages, parts in ((64, 128, 4, base), (64, 128, 4, max(1, base // 2)), (64, 64, 6, base),
+                                               (128, 64, 4, base), (32, 128, 4, max(1, base // 2))):  # fmt: skip
+                    variants.append({"rows": r, "step": step, "num_stages": stages, "num_parts": parts})
+            if tokens >= 64:
+                variants = variants[:2]
+            for v in variants if sweep else variants[:1]:
+                for prefetch in (0, 2048) if sweep and v is variants[0] else (2048,):
+                    extra = {"activation": "silu"} if gated else {}
+                    runs: list[Run] = [
+                        lambda w=w: lin.skinny(x, w, None, tokens=tile, prefetch_bytes=prefetch, **v, **extra)
+                        for w in weights
+                    ]
+                    label = " ".join(f"{key.removeprefix('num_')} {value}" for key, value in v.items())
+                    timed(f"linear {name} T{tokens} {label} prefetch {prefetch}", runs, num_bytes)
+            if tokens in (1, 32):
+                parts = choice.invariant_parts(rows, size)
+                runs = [lambda w=w: lin.invariant_linear(x, w, None, parts) for w in weights]
+                timed(f"linear {name} T{tokens} invariant parts {parts}", runs, num_bytes)
+
+
+# ------------------------------------------------------------------------------------------------- a whole layer
+MODELS = {"8B": (4096, 32, 8, 14336, 3), "0.6B": (1024, 16, 8, 3072, 12)}  # hidden, heads, kv heads, inner, layers
+
+
+def layer_cases(sweep: bool) -> None:
+    from tandem.kernels import attention_decode as decode
+    from tandem.kernels import linear as lin
+    from tandem.kernels.activation_triton import gated_triton
+    from tandem.kernels.linear_triton import skinny
+    from tandem.kernels.norm_triton import add_rms_norm_triton
+    from tandem.kernels.rotary_triton import norm_rope_store_triton
+
+    for model, (hidden, heads, kv, inner, layers) in MODELS.items():
+        width = (heads + 2 * kv) * 128
+        made = [
+            (rand(width, hidden, scale=0.02), rand(hidden, heads * 128, scale=0.02), rand(2 * inner, hidden, scale=0.02),
+             rand(hidden, inner, scale=0.02)) for _ in range(layers)
+        ]  # fmt: skip
+        norm, head_norm = rand(hidden, dtype=torch.float32), rand(128, dtype=torch.float32)
+        table = rand(4096, 128, dtype=torch.float32)
+        for tokens in (1, 8, 32, 64):
+            length = 1280
+            caches = [Paged(tokens, length, heads, kv) for _ in range(layers)]
+            scratch = decode.Scratch(DEVICE)
+            splits = decode.num_splits_for(tokens * kv, length, 64, 132)
+            positions = ints(torch.full((tokens,), length - 1), torch.int64)
+            slots = [ints(c.tables[:, -1].cpu() * 16 + 15, torch.int64) for c in caches]
+            residual = rand(tokens, hidden)
+            num_bytes = sum(w.numel() for w in made[0]) * 2.0 + caches[0].num_bytes
+
+            def layer(number: int, kind: str) -> None:
+                qkv_w, o_w, up_w, down_w = made[number]
+                c = caches[number]
+                own = kind != "library"
+                tiles = [
+                    lin.tiles_for(tokens, *w.shape, 132) if own and w.shape[0] <= 32768 else None
+                    for w in (qkv_w, o_w, down_w)
+                ]
+                product = lambda x, w, t: F.linear(x, w) if t is None else skinny(x, w, None, **t)  # noqa: E731
+                x, total = add_rms_norm_triton(state[0], state[1], norm, 1e-6)
+                queries = norm_rope_store_triton(
+                    product(x, qkv_w, tiles[0]), positions, table, slots[number], c.keys, c.values, heads, head_norm,
+                    head_norm,
+                )  # fmt: skip
+                decode.decode_attention(
+                    queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
+                )
+                x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w, tiles[1]), total, norm, 1e-6)
+                if own and (shape := lin.gated_tiles_for(tokens, *up_w.shape)) is not None:
+                    x = skinny(x, up_w, None, activation="silu", **shape)
+                else:
+                    x = gated_triton(F.linear(x, up_w), False)
+                state[0], state[1] = product(x, down_w, tiles[2]), total
+
+            real = launch.has_dependent_launch
+            for kind in ("library", "library without pdl", "own", "own without pdl"):
+                state = [residual, residual]
+                if "without" in kind:
+                    launch.has_dependent_launch = lambda device: False  # type: ignore[assignment]
+                kernel_kind = kind.removesuffix(" without pdl")
+                runs: list[Run] = [lambda n=n, k=kernel_kind: layer(n, k) for n in range(layers)]
+                timed(f"layer {model} T{tokens} L{length} {kind}", runs, num_bytes, calls=layers * 2)
+                launch.has_dependent_launch = real
+
+
+# ------------------------------------------------------------------------------------------------- small, sample
+def check_small() -> None:
+    from tandem.kernels import activation, norm, rotary
+    from tandem.kernels.activation_triton import gated_triton
+    from tandem.kernels.norm_triton import add_rms_norm_triton, rms_norm_triton
+    from tandem.kernels.rotary_triton import norm_rope_store_triton
+
+    for tokens, size in [(1, 4096), (77, 1000), (300, 5376)]:
+        x, residual, weight = rand(tokens, size), rand(tokens, size), rand(size, dtype=torch.float32)
+        check(f"rms_norm {tokens} {size}", rms_norm_triton(x, weight, 1e-6), norm.rms_norm_torch(x.double(), weight.double(), 1e-6), 4e-3)
+        parts = rand(3, tokens, size, dtype=torch.float32)
+        for first in (x, parts):
+            got, want = add_rms_norm_triton(first, residual, weight, 1e-6), norm.add_rms_norm_torch(first, residual, weight, 1e-6)
+            check(f"add_rms_norm {first.dim()} {tokens} {size}", torch.cat(got), torch.cat(want), 4e-3)
+        check("silu_mul", gated_triton(x, False), activation.silu_mul_torch(x.double()), 4e-3)
+        check("gelu_tanh_mul", gated_triton(x, True), activation.gelu_tanh_mul_torch(x.double()), 4e-3)
+    for heads, kv, dim, tokens in [(32, 8, 128, 5), (9, 3, 64, 300), (8, 1, 256, 33), (4, 4, 80, 3)]:
+        weight = rand(dim, dtype=torch.float32)
+        keys, values = rand(64, 16, kv, dim), rand(64, 16, kv, dim)
+        other_keys, other_values = keys.clone(), values.clone()
+        positions, slots = ints(torch.arange(tokens) + 3, torch.int64), ints(torch.randperm(1024)[:tokens], torch.int64)
+        slots[tokens // 2] = -1
+        table, qkv = rand(512, dim, dtype=torch.float32), rand(tokens, (heads + 2 * kv) * dim)
+        got = norm_rope_store_triton(qkv, positions, table, slots, keys, values, heads, weight, weight)
+        want = rotary.norm_rope_store_torch(qkv, positions, table, slots, other_keys, other_values, heads, weight, weight)
+        check(f"rope {heads} {kv} {dim}", got, want, 6e-3)
+        check("rope keys", keys, other_keys, 6e-3)
+        check("rope values", values, other_values, 1e-9)
+
+
+def small_cases(sweep: bool) -> None:
+    from tandem.kernels.activation_triton import gated_triton
+    from tandem.kernels.norm_triton import add_rms_norm_triton
+    from tandem.kernels.rotary_triton import norm_rope_store_triton
+
+    for tokens in (1, 32, 256, 8192):
+        weight = rand(4096, dtype=torch.float32)
+        x = [rand(tokens, 4096) for _ in range(8)]
+        timed(f"add_rms_norm T{tokens} E4096", [lambda a=a: add_rms_norm_triton(a, x[0], weight, 1e-6) for a in x], tokens * 32768.0)
+        gate = [rand(tokens, 28672) for _ in range(4)]
+        timed(f"silu_mul T{tokens} F14336", [lambda a=a: gated_triton(a, False) for a in gate], tokens * 86016.0)
+        qkv = [rand(tokens, 6144) for _ in range(8)]
+        keys, values = rand(tokens, 16, 8, 128), rand(tokens, 16, 8, 128)
+        table = rand(8192, 128, dtype=torch.float32)
+        places = ints(torch.arange(tokens), torch.int64)
+        timed(f"norm_rope_store T{tokens} H32 K8", [lambda a=a: norm_rope_store_triton(a, places, table, places, keys, values, 32) for a in qkv], tokens * 24576.0)
+
+
+def check_sample() -> None:
+    from tandem.kernels.sample import sample_torch
+    from tandem.kernels.sample_triton import greedy_triton, sample_triton
+
+    count = 64
+    for dtype, vocabulary in ((torch.float32, 128256), (torch.bfloat16, 151936), (torch.float32, 1000)):
+        logits = rand(count, vocabulary, dtype=dtype, scale=4.0)
+        cycle = torch.arange(count, device=DEVICE)
+        temperature = torch.tensor([0.0, 0.8, 1.0, 1.5], device=DEVICE)[cycle % 4]
+        top_k = ints(torch.tensor([0, 0, 40, 1, 7])[cycle.cpu() % 5])
+        top_p = torch.tensor([0.95, 1.0, 0.5], device=DEVICE)[cycle % 3]
+        min_p = torch.tensor([0.0, 0.0, 0.1], device=DEVICE)[(cycle // 3) % 3]
+        seeds = cycle * 2**40 - 5
+        rows = (temperature, top_k, top_p, min_p, seeds, cycle)
+        got, want = sample_triton(logits, *rows), sample_torch(logits, *rows)
+        same = int((got == want).sum())
+        print(f"  {'ok' if same >= count - 1 else 'WRONG'} sample V{vocabulary} {dtype}: {same} of {count} as the twin")
+        ROWS.append({"name": f"sample {vocabulary} {dtype}", "ok": same >= count - 1, "same": same})
+        best = (greedy_triton(logits) == logits.argmax(-1)).all()
+        print(f"  {'ok' if best else 'WRONG'} greedy", flush=True)
+
+
+def sample_cases(sweep: bool) -> None:
+    from tandem.kernels.sample_triton import greedy_triton, sample_triton
+
+    for vocabulary in (128256, 151936):
+        for count in (1, 32, 256):
+            logits = [rand(count, vocabulary, scale=3.0) for _ in range(4)]
+            ones = torch.ones(count, device=DEVICE)
+            zeros = ints(torch.zeros(count))
+            at = ints(torch.arange(count), torch.int64)
+            num_bytes = count * vocabulary * 2.0
+            timed(f"greedy R{count} V{vocabulary}", [lambda a=a: greedy_triton(a) for a in logits], num_bytes)
+            for label, k, p, t in (("temperature", 0, 1.0, 0.8), ("top-p .95", 0, 0.95, 0.8), ("top-k 20 top-p .95", 20, 0.95, 0.8)):
+                rows = (ones * t, zeros + k, ones * p, ones * 0, at, at)
+                timed(f"sample R{count} V{vocabulary} {label}", [lambda a=a: sample_triton(a, *rows) for a in logits], num_bytes)
+            if not COMPILING:
+                timed(f"argmax (library) R{count} V{vocabulary}", [lambda a=a: a.argmax(-1) for a in logits], num_bytes)
+
+
+CASES = {
+    "small": (check_small, small_cases), "decode": (check_attention, decode_cases), "prefill": (None, prefill_cases),
+    "linear": (check_linear, linear_cases), "layer": (None, layer_cases), "sample": (check_sample, sample_cases),
+}  # fmt: skip
+
+_turn = [0]
+
+
+def MINE() -> bool:  # noqa: N802
+    """While compiling: whether this process compiles the next variant."""
+    _turn[0] += 1
+    share, shares = (int(v) for v in os.environ["TANDEM_COMPILE_SHARE"].split("/"))
+    return _turn[0] % shares == share
+
+
+def compile_only(names: list[str], sweep: bool) -> None:
+    """Compile this process's share of the variants into the cache, for the card that is not asked."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Absent:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: object = None) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    driver.set_active(Absent())
+    run = JITFunction.run
+    JITFunction.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
+    launch.has_dependent_launch = lambda device: True  # type: ignore[assignment]
+    for name in names:
+        CASES[name][1](sweep)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    asked = parser.parse_args()
+    names = asked.only.split(",")
+    if asked.compile:
+        return compile_only(names, asked.sweep)
+    begun = time.perf_counter()
+    shares = min(os.cpu_count() or 1, 15)
+    command = [sys.executable, __file__, *sys.argv[1:], "--compile"]
+    children = [
+        subprocess.Popen(command, env={**os.environ, "TANDEM_COMPILE_SHARE": f"{n}/{shares}", "OMP_NUM_THREADS": "1"},
+                         stderr=subprocess.PIPE, text=True) for n in range(shares)
+    ]  # fmt: skip
+    import triton
+
+    print(torch.__version__, triton.__version__, torch.cuda.get_device_name(), flush=True)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for name in names:
+            if CASES[name][0]:
+                print(f"check {name}", flush=True)
+                CASES[name][0]()
+        errors = [child.communicate()[1] for child in children]
+        print(f"checked and compiled in {time.perf_counter() - begun:.0f} s", *{e[-300:] for e in errors if e}, flush=True)
+        out = Path(os.environ.get("OUT", ".")) / "kernels.json"
+        for name in names:
+            print(f"time {name} at {time.perf_counter() - begun:.0f} s", flush=True)
+            CASES[name][1](asked.sweep)
+            out.write_text(json.dumps(ROWS, indent=0))
+    wrong = [row["name"] for row in ROWS if row.get("ok") is False]
+    print(f"{len(ROWS)} rows, {time.perf_counter() - begun:.0f} s; wrong: {wrong or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Attention by tandem's own Triton kernels. It knows the contract and which kernel takes which spans."""
+
+import torch
+from torch import Tensor
+
+from tandem.attention.contract import AttentionShape, Batch
+from tandem.kernels.launch import num_multiprocessors
+
+
+class TritonAttention:
+    """Spans of one token go to split decode, longer ones to paged prefill, both in place on the paged cache.
+
+    Nothing here reads the device, so a pure decode step can be captured as a CUDA graph; what a graph bakes in is the
+    number of spans, of splits (from spans, KV heads and the bound max_length) and the scratch memory.
+
+    deterministic: fixed chunks merged in order, so that a token's result depends on its own request alone.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, deterministic: bool = False) -> None:
+        from tandem.kernels.attention_decode import Scratch
+
+        self.device = device
+        self.deterministic = deterministic
+        self.scratch = Scratch(device)
+
+    def prepare(self, batch: Batch, block_size: int) -> None:
+        """Nothing is shared between layers but scratch memory, which attend takes as it needs."""
+
+    def attend(
+        self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
+    ) -> Tensor:
+        out_THD = torch.empty_like(queries_THD)
+        if batch.num_decodes:
+            self._decode(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
+        if batch.lengths_S.shape[0] > batch.num_decodes:
+            self._prefill(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
+        return out_THD
+
+    def num_splits(self, num_decodes: int, max_length: int, keys_NPKD: Tensor) -> int:
+        """How many programs share a (span, KV head); part of the key of a captured graph."""
+        from tandem.kernels.attention_decode import num_splits_for, tile_size
+
+        num_kv_heads, head_dim = keys_NPKD.shape[2:]
+        return num_splits_for(
+            num_decodes * num_kv_heads, max_length, tile_size(head_dim, keys_NPKD.element_size()),
+            num_multiprocessors(self.device),
+        )  # fmt: skip
+
+    def _decode(
+        self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
+        out_THD: Tensor,
+    ) -> None:  # fmt: skip
+        from tandem.kernels.attention_decode import decode_attention
+        from tandem.kernels.attention_prefill import invariant_decode_attention
+
+        num = batch.num_decodes
+        tables_SB, lengths_S = batch.tables_SB[:num], batch.lengths_S[:num]
+        if self.deterministic:
+            invariant_decode_attention(
+                queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, batch.query_starts_S1, batch.max_length,
+                out_THD, self.scratch, shape.scale, shape.window, shape.softcap,
+            )  # fmt: skip
+            return
+        splits = self.num_splits(num, min(batch.max_length, shape.window or batch.max_length), keys_NPKD)
+        decode_attention(
+            queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
+            shape.window, shape.softcap,
+        )  # fmt: skip
+
+    def _prefill(
+        self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
+        out_THD: Tensor,
+    ) -> None:  # fmt: skip
+        from tandem.kernels.attention_prefill import prefill_attention
+
+        num = batch.num_decodes
+        prefill_attention(
+            queries_THD, keys_NPKD, values_NPKD, batch.tables_SB[num:], batch.lengths_S[num:],
+            batch.query_starts_S1[num:], batch.max_query, out_THD, shape.scale, shape.window, shape.softcap,
+            self.deterministic,
+        )  # fmt: skip

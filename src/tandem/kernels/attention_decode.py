@@ -1,0 +1,197 @@
+"""Paged decode attention in Triton: one query token a span, the cache read through the block table, split over tokens.
+
+It knows block tables and lengths on the device; nothing here depends on values that the host would have to read, so
+a launch can be captured and replayed.
+
+    one span, one KV head      tokens of the span   0 ─────────────┬──────────────┬───────── length
+    programs                                        split 0        │ split 1      │ split 2
+    each: running maximum, sum, weighted values (online softmax, Milakov & Gimelshein 2018)
+    last to finish: merges all splits (flash-decoding, Dao et al. 2023), so no second kernel is needed
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.kernels.launch import interpreted, next_power_of_2, options
+
+LOG2_E = 1.4426950408889634
+NOTHING = tl.constexpr(-1.0e30)  # a score that no token has; finite, so that differences of two stay numbers
+
+
+@triton.jit
+def product(a, b, UPCAST: tl.constexpr):
+    """a @ b in float32. UPCAST: the interpreter multiplies the bits of bfloat16, so it gets float32 operands."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def scores(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr):
+    """Scores in base 2: scale holds log2(e), softcap is the plain one; query [M, D], key [D, N]."""
+    raw = product(query, key, UPCAST) * scale
+    if HAS_SOFTCAP:
+        # s·tanh(x/s) with tanh(y) = 1 - 2 / (exp(2y) + 1); x is in base 2, hence the factor 1.4427 outside.
+        raw = 1.4426950408889634 * softcap * (1.0 - 2.0 / (tl.exp2(2.0 * raw / softcap) + 1.0))
+    return raw
+
+
+@triton.jit
+def take_tile(acc, top, total, score, value, UPCAST: tl.constexpr):
+    """Fold one tile's scores [M, N] and values [N, D] into (acc, running maximum, running sum)."""
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = acc * shrink[:, None]
+    if UPCAST:
+        acc = tl.dot(weight, value.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit(do_not_specialize=["num_splits", "window", "table_stride"])
+def _decode_kernel(
+    queries_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, marks_ptr, tickets_ptr,
+    scale, softcap, window, num_splits, query_stride, block_stride, position_stride, table_stride,
+    K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    length = tl.load(lengths_ptr + span)
+    rows, inner, lanes = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    row_mask = (rows < G)[:, None] & (inner < D)[None, :]
+    row_offsets = (head * G + rows)[:, None] * D + inner[None, :]
+    query = tl.load(queries_ptr + span.to(tl.int64) * query_stride + row_offsets, row_mask, other=0.0)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0) // TILE * TILE
+    start, end = first, length
+    if HAS_SPLITS:
+        share = tl.cdiv(tl.cdiv(length - first, TILE), num_splits) * TILE
+        start = first + split * share
+        end = tl.minimum(start + share, length)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    table_ptr = tables_ptr + span.to(tl.int64) * table_stride
+    keys_ptr += head * D
+    values_ptr += head * D
+    for tile in range(start, end, TILE):
+        columns = tile + lanes
+        near = tl.minimum(columns, length - 1)
+        blocks = tl.load(table_ptr + near // P).to(tl.int64)
+        offsets = blocks * block_stride + (near % P) * position_stride
+        if WIDTH == D:
+            key = tl.load(keys_ptr + offsets[None, :] + inner[:, None])
+            value = tl.load(values_ptr + offsets[:, None] + inner[None, :])
+        else:
+            key = tl.load(keys_ptr + offsets[None, :] + inner[:, None], (inner < D)[:, None], other=0.0)
+            value = tl.load(values_ptr + offsets[:, None] + inner[None, :], (inner < D)[None, :], other=0.0)
+        score = scores(query, key, scale, softcap, HAS_SOFTCAP, UPCAST)
+        seen = columns < end
+        if HAS_WINDOW:
+            seen = seen & (columns >= length - window)
+        score = tl.where(seen[None, :], score, NOTHING)
+        acc, top, total = take_tile(acc, top, total, score, value, UPCAST)
+    finished = True
+    if HAS_SPLITS:
+        # Partial results go through L2; whoever draws the last ticket of this (span, head) merges them all, in order.
+        group = span * K + head
+        place = (group * num_splits + split).to(tl.int64)
+        tl.store(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
+        tl.store(marks_ptr + place * (2 * G) + rows, top, rows < G)
+        tl.store(marks_ptr + place * (2 * G) + G + rows, total, rows < G)
+        tl.debug_barrier()
+        drawn = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
+        finished = drawn == num_splits - 1
+        if finished:
+            tl.store(tickets_ptr + group, 0)
+            acc = tl.zeros([ROWS, WIDTH], tl.float32)
+            top = tl.full([ROWS], NOTHING, tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            for other in range(num_splits):
+                place = (group * num_splits + other).to(tl.int64)
+                other_top = tl.load(marks_ptr + place * (2 * G) + rows, rows < G, other=NOTHING, cache_modifier=".cg")
+                other_total = tl.load(
+                    marks_ptr + place * (2 * G) + G + rows, rows < G, other=0.0, cache_modifier=".cg"
+                )
+                other_acc = tl.load(
+                    partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], row_mask, other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                new_top = tl.maximum(top, other_top)
+                shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
+                acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
+                total = total * shrink + other_total * other_shrink
+                top = new_top
+    if finished:
+        # A padding row (length 0) has total 0 and gets zeros.
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(
+            out_ptr + span.to(tl.int64) * (K * G * D) + row_offsets, result.to(out_ptr.dtype.element_ty), row_mask
+        )
+
+
+class Scratch:
+    """Device memory for the splits of one launch at a time; grows only outside of graphs (see reserve)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.partial = torch.empty(0, dtype=torch.float32, device=device)
+        self.marks = torch.empty(0, dtype=torch.float32, device=device)
+        self.tickets = torch.zeros(0, dtype=torch.int32, device=device)
+        self.retired: list[Tensor] = []
+
+    def reserve(self, num_groups: int, num_splits: int, group_size: int, head_dim: int) -> None:
+        """Hold at least groups · splits · group_size · (head_dim + 2) floats and one ticket a group."""
+        rows = num_groups * num_splits * group_size
+        if self.partial.numel() < rows * head_dim:
+            self.retired.append(self.partial)  # a captured graph may still name it
+            self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=self.device)
+        if self.marks.numel() < rows * 2:
+            self.retired.append(self.marks)
+            self.marks = torch.empty(rows * 2, dtype=torch.float32, device=self.device)
+        if self.tickets.numel() < num_groups:
+            self.retired.append(self.tickets)
+            self.tickets = torch.zeros(num_groups, dtype=torch.int32, device=self.device)
+
+
+def tile_size(head_dim: int, item_bytes: int) -> int:
+    """Tokens a tile: about 16 KiB of keys, so that three stages of keys and values fit twice into shared memory."""
+    return min(max(16384 // (next_power_of_2(head_dim) * item_bytes), 16), 128)
+
+
+def num_splits_for(num_groups: int, max_length: int, tile: int, num_multiprocessors: int) -> int:
+    """How many programs share one (span, KV head): enough for about four a multiprocessor, each two tiles or more."""
+    wanted = next_power_of_2(max(4 * num_multiprocessors // max(num_groups, 1), 1) + 1) // 2
+    return max(1, min(wanted, next_power_of_2(triton.cdiv(max_length, 2 * tile)), 64))
+
+
+def decode_attention(
+    queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor, out_THD: Tensor,
+    scratch: Scratch, scale: float, num_splits: int, window: int | None = None, softcap: float | None = None,
+    num_warps: int = 2, num_stages: int = 3, tile: int | None = None,
+) -> None:  # fmt: skip
+    """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S]."""
+    num_spans, (block_size, num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[1:]
+    group = queries_THD.shape[1] // num_kv_heads
+    tile = tile or tile_size(head_dim, keys_NPKD.element_size())
+    if num_splits > 1:
+        scratch.reserve(num_spans * num_kv_heads, num_splits, group, head_dim)
+    _decode_kernel[(num_spans, num_kv_heads, num_splits)](
+        queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, scratch.partial, scratch.marks,
+        scratch.tickets, scale * LOG2_E, softcap or 1.0, window or 0, num_splits, queries_THD.stride(0),
+        keys_NPKD.stride(0), keys_NPKD.stride(1), tables_SB.stride(0),
+        K=num_kv_heads, G=group, ROWS=max(16, next_power_of_2(group)), D=head_dim, WIDTH=next_power_of_2(head_dim),
+        P=block_size, TILE=tile, HAS_SPLITS=num_splits > 1, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), **options(queries_THD, num_warps, num_stages),
+    )  # fmt: skip

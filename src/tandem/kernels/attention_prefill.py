@@ -1,0 +1,267 @@
+"""Paged prefill attention in Triton: spans of many query tokens over their cached prefix and themselves, in place.
+
+It knows spans, block tables and lengths on the device; keys and values are read through the block table, never
+gathered. Query rows are packed (token, head of the group), so that one tile of keys serves a whole group:
+
+    G = 4, 128 rows            token 0: heads 0 1 2 3 │ token 1: heads 0 1 2 3 │ … │ token 31
+    keys of the span           [ seen by every row of the tile: no mask | the diagonal: masked | not read ]
+
+The tiles of a span go last first, since they are the longest.
+
+In the batch-invariant form the keys are taken in chunks of fixed size, counted from position 0. Each chunk is computed
+from nothing and the chunks are merged in order; a decode step computes chunks side by side and merges them the same
+way. A token's result is then the same number whether it was computed alone, among others, or in a prompt.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, scores, take_tile
+from tandem.kernels.launch import interpreted, next_power_of_2, options
+
+
+@triton.jit
+def _tiles(
+    acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale, softcap,
+    block_stride, position_stride, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, SPECIALISE: tl.constexpr,
+):  # fmt: skip
+    """Fold the tiles start, start + TILE, … of one span's keys into (acc, top, total)."""
+    inner, lanes = tl.arange(0, WIDTH), tl.arange(0, TILE)
+    for tile in tl.range(start, end, TILE, warp_specialize=SPECIALISE):
+        columns = tile + lanes
+        if DESCRIPTORS:
+            place = tl.load(table_ptr + tile // P) * P + tile % P
+            key = tl.trans(keys.load([place, head * D]))
+            value = values.load([place, head * D])
+        else:
+            if P % TILE == 0:
+                block = tl.load(table_ptr + tile // P).to(tl.int64)
+                offsets = block * block_stride + (tile % P + lanes) * position_stride + head * D
+            else:
+                near = tl.minimum(columns, length - 1) if MASKED else columns
+                blocks = tl.load(table_ptr + near // P).to(tl.int64)
+                offsets = blocks * block_stride + (near % P) * position_stride + head * D
+            within = inner < D
+            if WIDTH == D:
+                key = tl.load(keys + offsets[None, :] + inner[:, None])
+                value = tl.load(values + offsets[:, None] + inner[None, :])
+            else:
+                key = tl.load(keys + offsets[None, :] + inner[:, None], within[:, None], other=0.0)
+                value = tl.load(values + offsets[:, None] + inner[None, :], within[None, :], other=0.0)
+        if MASKED and (DESCRIPTORS or P % TILE == 0):
+            # Slots behind the span's end hold what a former owner left, be it NaN: 0 · NaN must not enter the sum.
+            value = tl.where((columns < length)[:, None], value, 0.0)
+        score = scores(query, key, scale, softcap, HAS_SOFTCAP, UPCAST)
+        if MASKED:
+            seen = columns[None, :] <= positions[:, None]
+            if HAS_WINDOW:
+                seen = seen & (columns[None, :] > positions[:, None] - window)
+            score = tl.where(seen, score, NOTHING)
+        acc, top, total = take_tile(acc, top, total, score, value, UPCAST)
+    return acc, top, total
+
+
+@triton.jit
+def merge(acc, top, total, other_acc, other_top, other_total):
+    """Fold one finished chunk into the running result. A chunk that no token sees (top NOTHING) changes nothing."""
+    new_top = tl.maximum(top, other_top)
+    shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
+    other_shrink = tl.where(other_top > NOTHING, other_shrink, 0.0)
+    acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
+    return acc, new_top, total * shrink + other_total * other_shrink
+
+
+@triton.jit(do_not_specialize=["window", "table_stride", "num_spans"])
+def _prefill_kernel(
+    queries_ptr, keys, values, tables_ptr, lengths_ptr, starts_ptr, out_ptr, partial_ptr, marks_ptr,
+    scale, softcap, window, query_stride, block_stride, position_stride, table_stride,
+    K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, SPECIALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # CHUNK 0: one pass. CHUNK > 0, batch-invariant: ALONE computes one chunk a program (decode), else all in turn.
+    span, head = tl.program_id(2), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    span_start = tl.load(starts_ptr + span)
+    num_queries = tl.load(starts_ptr + span + 1) - span_start
+    length = tl.load(lengths_ptr + span)
+    per_tile: tl.constexpr = ROWS // G
+    num_tiles = tl.cdiv(num_queries, per_tile)
+    number = 0
+    if not ALONE:
+        if tl.program_id(0) >= num_tiles:
+            return
+        number = num_tiles - 1 - tl.program_id(0)
+    rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    tokens = number * per_tile + rows // G
+    row_mask = ((rows < per_tile * G) & (tokens < num_queries))[:, None] & (inner < D)[None, :]
+    heads = head * G + rows % G
+    places = (span_start + tokens).to(tl.int64)
+    query = tl.load(queries_ptr + places[:, None] * query_stride + heads[:, None] * D + inner[None, :], row_mask, 0.0)
+    first_position = length - num_queries + number * per_tile
+    positions = first_position + rows // G
+    start, end = 0, tl.minimum(first_position + per_tile, length)
+    if HAS_WINDOW:
+        start = tl.maximum(first_position - window + 1, 0) // TILE * TILE
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    table_ptr = tables_ptr + span.to(tl.int64) * table_stride
+    if ALONE:
+        chunk = tl.program_id(0)
+        low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
+        acc, top, total = _tiles(
+            acc, top, total, query, positions, keys, values, table_ptr, head, low, high, length, window, scale,
+            softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            DESCRIPTORS, False,
+        )  # fmt: skip
+        if low < high:
+            place = ((span * K + head) * tl.num_programs(0) + chunk).to(tl.int64)
+            tl.store(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
+            tl.store(marks_ptr + place * (2 * G) + rows, top, rows < G)
+            tl.store(marks_ptr + place * (2 * G) + G + rows, total, rows < G)
+    else:
+        if CHUNK > 0:
+            for chunk in range(start // CHUNK, tl.cdiv(end, CHUNK)):
+                low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
+                part, part_top = tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], NOTHING, tl.float32)
+                part, part_top, part_total = _tiles(
+                    part, part_top, tl.zeros([ROWS], tl.float32), query, positions, keys, values, table_ptr, head, low,
+                    high, length, window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, True,
+                    HAS_WINDOW, HAS_SOFTCAP, UPCAST, DESCRIPTORS, False,
+                )  # fmt: skip
+                acc, top, total = merge(acc, top, total, part, part_top, part_total)
+        else:
+            full = start
+            if not HAS_WINDOW:
+                full = tl.maximum(tl.minimum(first_position + 1, end) // TILE * TILE, start)
+                acc, top, total = _tiles(
+                    acc, top, total, query, positions, keys, values, table_ptr, head, start, full, length, window, scale,
+                    softcap, block_stride, position_stride, D, WIDTH, P, TILE, False, False, HAS_SOFTCAP, UPCAST,
+                    DESCRIPTORS, SPECIALISE,
+                )  # fmt: skip
+            acc, top, total = _tiles(
+                acc, top, total, query, positions, keys, values, table_ptr, head, full, end, length, window, scale,
+                softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+                DESCRIPTORS, False,
+            )  # fmt: skip
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        targets = out_ptr + places[:, None] * (K * G * D) + heads[:, None] * D + inner[None, :]
+        tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
+
+
+@triton.jit(do_not_specialize=["window", "num_chunks"])
+def _merge_kernel(
+    partial_ptr, marks_ptr, lengths_ptr, out_ptr, window, num_chunks, K: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    span, head = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    length = tl.load(lengths_ptr + span)
+    rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row_mask = (rows < G)[:, None] & (inner < D)[None, :]
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    start = 0
+    if HAS_WINDOW:
+        start = tl.maximum(length - window, 0) // TILE * TILE
+    for chunk in range(start // CHUNK, tl.cdiv(length, CHUNK)):
+        place = ((span * K + head) * num_chunks + chunk).to(tl.int64)
+        part = tl.load(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], row_mask, other=0.0)
+        part_top = tl.load(marks_ptr + place * (2 * G) + rows, rows < G, other=NOTHING)
+        part_total = tl.load(marks_ptr + place * (2 * G) + G + rows, rows < G, other=0.0)
+        acc, top, total = merge(acc, top, total, part, part_top, part_total)
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    targets = out_ptr + span.to(tl.int64) * (K * G * D) + (head * G + rows)[:, None] * D + inner[None, :]
+    tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
+
+
+# Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges.
+CHUNK = 512
+
+
+def prefill_attention(
+    queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor,
+    starts_S1: Tensor, max_query: int, out_THD: Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None, invariant: bool = False, rows: int | None = None, tile: int | None = None,
+    num_warps: int | None = None, num_stages: int | None = None, descriptors: bool = False, specialise: bool = False,
+) -> None:  # fmt: skip
+    """Attention of S spans of 1 … max_query tokens; starts_S1 are their tokens' places in queries and out.
+
+    descriptors: read tiles with the tensor copy engine (blocks of at least a tile). specialise: let a warp of its own
+    do the reading. Both only where they were measured to pay.
+    """
+    choice = _shape_for(keys_NPKD, queries_THD.shape[1] // keys_NPKD.shape[2], invariant)
+    rows, tile = rows or choice[0], tile or choice[1]
+    num_warps, num_stages = num_warps or choice[2], num_stages or choice[3]
+    num_kv_heads, head_dim = keys_NPKD.shape[2:]
+    group = queries_THD.shape[1] // num_kv_heads
+    keys, values = keys_NPKD, values_NPKD
+    if descriptors:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        assert keys_NPKD.shape[1] % tile == 0 and head_dim == next_power_of_2(head_dim)
+        keys, values = (
+            TensorDescriptor.from_tensor(cache.view(-1, num_kv_heads * head_dim), [tile, head_dim])
+            for cache in (keys_NPKD, values_NPKD)
+        )
+    grid = (triton.cdiv(max_query, rows // group), num_kv_heads, lengths_S.shape[0])
+    _prefill_kernel[grid](
+        queries_THD, keys, values, tables_SB, lengths_S, starts_S1, out_THD, out_THD, out_THD,
+        scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
+        tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=next_power_of_2(head_dim),
+        P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK if invariant else 0, ALONE=False, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=descriptors, SPECIALISE=specialise,
+        **options(queries_THD, num_warps, num_stages),
+    )  # fmt: skip
+
+
+def invariant_decode_attention(
+    queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor,
+    starts_S1: Tensor, max_length: int, out_THD: Tensor, scratch: Scratch, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> None:  # fmt: skip
+    """Decode whose result for a token equals prefill_attention(invariant=True), whatever else is in the batch."""
+    num_kv_heads, head_dim = keys_NPKD.shape[2:]
+    num_spans, group, num_chunks = lengths_S.shape[0], queries_THD.shape[1] // num_kv_heads, max(1, -(-max_length // CHUNK))
+    rows, tile, num_warps, num_stages = _shape_for(keys_NPKD, group, True)
+    scratch.reserve(num_spans * num_kv_heads, num_chunks, group, head_dim)
+    width = next_power_of_2(head_dim)
+    _prefill_kernel[(num_chunks, num_kv_heads, num_spans)](
+        queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, starts_S1, out_THD, scratch.partial, scratch.marks,
+        scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
+        tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=width,
+        P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK, ALONE=True, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=False, SPECIALISE=False,
+        **options(queries_THD, num_warps, num_stages),
+    )  # fmt: skip
+    _merge_kernel[(num_spans, num_kv_heads)](
+        scratch.partial, scratch.marks, lengths_S, out_THD, window or 0, num_chunks, K=num_kv_heads, G=group,
+        ROWS=rows, D=head_dim, WIDTH=width, TILE=tile, CHUNK=CHUNK, HAS_WINDOW=window is not None,
+        **options(queries_THD, num_warps),
+    )  # fmt: skip
+
+
+def _shape_for(keys_NPKD: Tensor, group: int, invariant: bool) -> tuple[int, int, int, int]:
+    """(rows, tile, warps, stages): 128 rows feed the tensor cores, unless 16- or 32-bit tiles outgrow shared memory."""
+    width, item = next_power_of_2(keys_NPKD.shape[3]), keys_NPKD.element_size()
+    if interpreted():
+        return max(16, next_power_of_2(group)), 16, 4, 1
+    if item == 4:
+        return 32 if group <= 32 else 64, 32 if width <= 128 else 16, 4, 2
+    if invariant:
+        return 64, 64 if width <= 128 else 32, 4, 2 if width <= 128 else 1
+    if width > 128:
+        return 128, 32, 8, 2
+    return 128, 64, 8, 3

@@ -1,0 +1,213 @@
+"""Small-batch matrix products in Triton: the weights are streamed once, and the activations are few.
+
+It knows shapes and tiles; which shape is worth it is measured in linear.py. The weights are the left operand, so that
+their rows fill the tensor cores' 64-row tiles whatever the number of tokens. Where there are too few rows for all
+multiprocessors the inner dimension is split, and each part writes float32 partial sums of its own: the consumer
+(add_rms_norm, norm_rope_store) adds them in order, so nothing is atomic and a result never depends on timing.
+
+Before a program waits for its predecessor it asks L2 for its weights, which no kernel writes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.kernels.activation_triton import activate
+from tandem.kernels.attention_decode import product
+from tandem.kernels.launch import interpreted, options
+
+
+@triton.jit
+def prefetch_rows(addresses, num_bytes):
+    """Ask L2 for num_bytes (a multiple of 16) from each address (16-byte aligned)."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [addresses, num_bytes],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, T, N, I, x_stride, part_size, prefetch_size, F,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # out[T, N] = x[T, I] · weight[N, I]ᵀ. GATED: rows n and F + n of the weights give activation(gate) · up.
+    part = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    near_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    near_tokens = tl.minimum(tokens, T - 1).to(tl.int64)
+    start = part * part_size
+    end = tl.minimum(start + part_size, I)
+    row_ptrs = weight_ptr + near_rows * I
+    if PDL:
+        gdc_launch_dependents()
+        if prefetch_size > 0:
+            num_bytes = tl.minimum(prefetch_size, end - start) * 2
+            prefetch_rows((row_ptrs + start).to(tl.int64), num_bytes)
+            if GATED:
+                prefetch_rows((row_ptrs + start + F.to(tl.int64) * I).to(tl.int64), num_bytes)
+        gdc_wait()
+    inner = tl.arange(0, STEP)
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    token_ptrs = x_ptr + near_tokens * x_stride
+    for step in range(start, end, STEP):
+        columns = step + inner
+        if EVEN:
+            x = tl.load(token_ptrs[:, None] + columns[None, :])
+            weight = tl.load(row_ptrs[:, None] + columns[None, :])
+        else:
+            x = tl.load(token_ptrs[:, None] + columns[None, :], (columns < end)[None, :], other=0.0)
+            weight = tl.load(row_ptrs[:, None] + columns[None, :], (columns < end)[None, :], other=0.0)
+        acc = _accumulate(acc, weight, x, UPCAST)
+        if GATED:
+            up_ptrs = row_ptrs + F.to(tl.int64) * I
+            if EVEN:
+                weight_up = tl.load(up_ptrs[:, None] + columns[None, :])
+            else:
+                weight_up = tl.load(up_ptrs[:, None] + columns[None, :], (columns < end)[None, :], other=0.0)
+            acc_up = _accumulate(acc_up, weight_up, x, UPCAST)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + near_rows).to(tl.float32)
+        acc += tl.where(part == 0, bias, 0.0)[:, None]
+        if GATED:
+            acc_up += tl.load(bias_ptr + F + near_rows).to(tl.float32)[:, None]
+    if GATED:
+        rounding: tl.constexpr = out_ptr.dtype.element_ty
+        acc = activate(acc.to(rounding).to(tl.float32), GELU) * acc_up.to(rounding).to(tl.float32)
+    mask = (rows < N)[:, None] & (tokens < T)[None, :]
+    targets = out_ptr + (tokens.to(tl.int64) * N)[None, :] + rows[:, None]
+    if PARTS:
+        targets += part.to(tl.int64) * T * N
+    tl.store(targets, acc.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _accumulate(acc, weight, x, UPCAST: tl.constexpr):
+    if UPCAST:
+        return acc + product(weight, tl.trans(x), UPCAST)
+    return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+
+
+def skinny(
+    x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, *, tokens: int, rows: int, step: int, num_parts: int = 1,
+    num_stages: int = 4, num_warps: int = 4, activation: str | None = None, as_parts: bool = False,
+    prefetch_bytes: int = 0,
+) -> Tensor:  # fmt: skip
+    """x · Wᵀ + b, bfloat16 or float16, with the given tiles.
+
+    num_parts > 1 or as_parts: float32 partial sums [parts, T, N]. activation "silu" or "gelu": [T, N/2] of the two
+    halves of W's rows; num_parts is 1 then. prefetch_bytes: of each weight row, asked for ahead of the wait.
+    """
+    num_tokens, size = x_TI.shape
+    assert weight_NI.is_contiguous() and x_TI.stride(1) == 1 and (activation is None or num_parts == 1)
+    num_rows = weight_NI.shape[0] // (2 if activation else 1)
+    as_parts = as_parts or num_parts > 1
+    part_size = triton.cdiv(triton.cdiv(size, step), num_parts) * step
+    num_parts = triton.cdiv(size, part_size)
+    shape = (num_parts, num_tokens, num_rows) if as_parts else (num_tokens, num_rows)
+    out = torch.empty(shape, dtype=torch.float32 if as_parts else x_TI.dtype, device=x_TI.device)
+    grid = (triton.cdiv(num_rows, rows), num_parts, triton.cdiv(num_tokens, tokens))
+    _skinny_kernel[grid](
+        x_TI, weight_NI, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
+        part_size, prefetch_bytes // 2 if size % 8 == 0 else 0, num_rows,
+        TOKENS=tokens, ROWS=rows, STEP=step, EVEN=size % step == 0, PARTS=as_parts, HAS_BIAS=bias_N is not None,
+        GATED=activation is not None, GELU=activation == "gelu", UPCAST=interpreted(),
+        **options(x_TI, num_warps, num_stages),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _invariant_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, T, N, I, x_stride, part_size, num_tiles_n,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, NUM_PARTS: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # The inner dimension is summed in NUM_PARTS parts, each from zero, whatever T. SPLIT: a program does one part and
+    # writes it; else a program does all of them and adds them in the same order as sum_parts.
+    program = tl.program_id(0)
+    rows = (program % num_tiles_n) * ROWS + tl.arange(0, ROWS)
+    tokens = (program // num_tiles_n) * TOKENS + tl.arange(0, TOKENS)
+    near_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    near_tokens = tl.minimum(tokens, T - 1).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row_ptrs, token_ptrs = weight_ptr + near_rows * I, x_ptr + near_tokens * x_stride
+    inner = tl.arange(0, STEP)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    first = tl.program_id(1) if SPLIT else 0
+    for number in range(first, first + 1 if SPLIT else NUM_PARTS):
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
+        for step in range(number * part_size, tl.minimum(number * part_size + part_size, I), STEP):
+            columns = step + inner
+            if EVEN:
+                x = tl.load(token_ptrs[:, None] + columns[None, :])
+                weight = tl.load(row_ptrs[:, None] + columns[None, :])
+            else:
+                x = tl.load(token_ptrs[:, None] + columns[None, :], (columns < I)[None, :], other=0.0)
+                weight = tl.load(row_ptrs[:, None] + columns[None, :], (columns < I)[None, :], other=0.0)
+            acc = _accumulate(acc, weight, x, UPCAST)
+        total += acc
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + near_rows).to(tl.float32)[:, None]
+    mask = (rows < N)[:, None] & (tokens < T)[None, :]
+    targets = out_ptr + (tokens.to(tl.int64) * N)[None, :] + rows[:, None]
+    if SPLIT:
+        targets += first.to(tl.int64) * T * N
+    tl.store(targets, total.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr, bias_ptr, out_ptr, size, N, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.load(parts_ptr + places, places < size, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        total += tl.load(parts_ptr + part * size.to(tl.int64) + places, places < size, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + places % N, places < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), places < size)
+
+
+def sum_parts_triton(parts: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Add float32 partial sums [parts, T, N] in order, then the bias, and round once."""
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    _sum_kernel[(triton.cdiv(out.numel(), 1024),)](
+        parts, parts if bias_N is None else bias_N, out, out.numel(), parts.shape[2], NUM_PARTS=parts.shape[0],
+        HAS_BIAS=bias_N is not None, BLOCK=1024, **options(parts, num_warps=4),
+    )  # fmt: skip
+    return out
+
+
+def invariant_linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, num_parts: int) -> Tensor:
+    """x · Wᵀ + b such that a token's result is the same number whatever T: fixed parts, fixed order, one rounding."""
+    num_tokens, size = x_TI.shape
+    num_rows, step = weight_NI.shape[0], 32 if interpreted() else 64
+    part_size = triton.cdiv(triton.cdiv(size, step), num_parts) * step
+    num_parts = triton.cdiv(size, part_size)
+    split = num_tokens <= 128 and num_parts > 1
+    tokens, rows, warps, stages = (64, 64, 4, 4) if num_tokens <= 128 else (128, 128, 8, 3)
+    if interpreted():
+        tokens, rows = 16, 32
+    elif num_tokens <= 32:
+        tokens = 16 if num_tokens <= 16 else 32
+    shape = (num_parts, num_tokens, num_rows) if split else (num_tokens, num_rows)
+    out = torch.empty(shape, dtype=torch.float32 if split else x_TI.dtype, device=x_TI.device)
+    tiles_n, tiles_t = triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens)
+    _invariant_kernel[(tiles_n * tiles_t, num_parts if split else 1)](
+        x_TI, weight_NI, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
+        part_size, tiles_n, TOKENS=tokens, ROWS=rows, STEP=step, EVEN=size % step == 0, NUM_PARTS=num_parts,
+        SPLIT=split, HAS_BIAS=bias_N is not None and not split, UPCAST=interpreted(), **options(x_TI, warps, stages),
+    )  # fmt: skip
+    return sum_parts_triton(out, bias_N, x_TI.dtype) if split else out

@@ -1,0 +1,231 @@
+"""Sampling in Triton, two kernels: candidates of each stretch of the vocabulary, then the row's decision.
+
+It knows what sample.py defines. The second kernel holds a row in cache and looks at it again only as often as the
+candidate falls outside of the kept set: with top-p 0.95, one look in 95 of 100 draws.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.kernels.launch import num_multiprocessors, options
+from tandem.kernels.sample import LANES, ROUNDS
+
+NOTHING = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _noise(word):
+    """Gumbel noise of a random word."""
+    uniform = ((word >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _better(score, index, other_score, other_index):
+    """The higher score; among equals the lower index."""
+    wins = (other_score > score) | ((other_score == score) & (other_index < index))
+    return tl.where(wins, other_score, score), tl.where(wins, other_index, index)
+
+
+@triton.jit
+def _draw(row_ptr, low, high, V, inverse, seed, position, floor, at_least, LANES: tl.constexpr, ROUNDS: tl.constexpr):
+    """The best (score, id) among ids low .. high whose scaled logit is above floor and not below at_least."""
+    lanes = tl.arange(0, LANES)
+    best = tl.full([LANES], NOTHING, tl.float32)
+    best_id = tl.full([LANES], 0x7FFFFFFF, tl.int32)
+    for base in range(low, high, 4 * LANES):
+        counter = (base // 4 + lanes).to(tl.uint32)
+        zero = tl.zeros([LANES], tl.uint32)
+        words = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero, n_rounds=ROUNDS)
+        for number in tl.static_range(4):
+            ids = base + number * LANES + lanes
+            scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+            kept = (scaled > floor) & (scaled >= at_least)
+            score = tl.where(kept, scaled + _noise(words[number]), NOTHING)
+            best, best_id = _better(best, best_id, score, ids)
+    return _reduce(best, best_id)
+
+
+@triton.jit
+def _reduce(best, best_id):
+    top = tl.max(best, axis=0)
+    return top, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def _stretch_kernel(
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr, V, row_stride, stretch,
+    GREEDY: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # floats: [R, stretches, 3] highest logit, its mass in this stretch, best noisy score; ids: [R, stretches, 2].
+    part, row = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    low, high = part * stretch, tl.minimum(part * stretch + stretch, V)
+    lanes = tl.arange(0, LANES)
+    best = tl.full([LANES], NOTHING, tl.float32)
+    best_id = tl.full([LANES], 0x7FFFFFFF, tl.int32)
+    for base in range(low, high, 4 * LANES):
+        for number in tl.static_range(4):
+            ids = base + number * LANES + lanes
+            logit = tl.load(row_ptr + ids, ids < high, other=NOTHING).to(tl.float32)
+            best, best_id = _better(best, best_id, logit, ids)
+    top, top_id = _reduce(best, best_id)
+    place = row * tl.num_programs(0) + part
+    tl.store(floats_ptr + place * 3, top)
+    tl.store(ids_ptr + place * 2, top_id)
+    if not GREEDY:
+        temperature = tl.load(temperatures_ptr + row)
+        if temperature > 0.0:
+            inverse = 1.0 / temperature
+            seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+            mass = tl.zeros([LANES], tl.float32)
+            anchor = tl.maximum(top * inverse, -3.0e38)
+            for base in range(low, high, LANES):
+                ids = base + lanes
+                scaled = tl.load(row_ptr + ids, ids < high, other=NOTHING).to(tl.float32) * inverse
+                mass += tl.exp(scaled - anchor)
+            score, drawn = _draw(row_ptr, low, high, V, inverse, seed, position, NOTHING, NOTHING, LANES, ROUNDS)
+            tl.store(floats_ptr + place * 3 + 1, tl.sum(mass, axis=0))
+            tl.store(floats_ptr + place * 3 + 2, score)
+            tl.store(ids_ptr + place * 2 + 1, drawn)
+
+
+@triton.jit
+def _above(row_ptr, V, inverse, anchor, bound, BLOCK: tl.constexpr):
+    """Mass (relative to exp(anchor)) and number of the ids whose scaled logit is above bound."""
+    lanes = tl.arange(0, BLOCK)
+    mass, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for base in range(0, V, BLOCK):
+        ids = base + lanes
+        scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+        higher = scaled > bound
+        mass += tl.where(higher, tl.exp(scaled - anchor), 0.0)
+        count += higher.to(tl.int32)
+    return tl.sum(mass, axis=0), tl.sum(count, axis=0)
+
+
+@triton.jit
+def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr):
+    """(low, mass above low): exactly the ids above low are the top_k highest, ties with the k-th included.
+
+    Bisection: more than k - 1 ids are above low, fewer than k above high, until nothing lies between the two.
+    """
+    high, low = anchor, anchor - 1.0
+    mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
+    while (count < top_k) & (low > -3.0e38):  # downwards in growing strides
+        high = low
+        low = tl.maximum(anchor + 4.0 * (low - anchor), -3.4e38)
+        mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
+    middle = 0.5 * (low + high)
+    while (count > top_k) & (middle > low) & (middle < high):
+        middle_mass, middle_count = _above(row_ptr, V, inverse, anchor, middle, BLOCK)
+        if middle_count >= top_k:
+            low, mass, count = middle, middle_mass, middle_count
+        else:
+            high = middle
+        middle = 0.5 * (low + high)
+    return low, mass
+
+
+@triton.jit
+def _decide_kernel(
+    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr,
+    out_ptr, V, row_stride, num_stretches,
+    GREEDY: tl.constexpr, STRETCHES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    parts = tl.arange(0, STRETCHES)
+    within = parts < num_stretches
+    places = row * num_stretches + parts
+    tops = tl.load(floats_ptr + places * 3, within, other=NOTHING)
+    top, chosen = _reduce(tops, tl.load(ids_ptr + places * 2, within, other=0x7FFFFFFF))
+    temperature = 0.0
+    if not GREEDY:
+        temperature = tl.load(temperatures_ptr + row)
+        if temperature > 0.0:
+            inverse = 1.0 / temperature
+            row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+            anchor = top * inverse
+            masses = tl.load(floats_ptr + places * 3 + 1, within, other=0.0)
+            mass = tl.sum(tl.where(within, masses * tl.exp(tl.maximum(tops * inverse, -3.0e38) - anchor), 0.0), axis=0)
+            score, chosen = _reduce(
+                tl.load(floats_ptr + places * 3 + 2, within, other=NOTHING),
+                tl.load(ids_ptr + places * 2 + 1, within, other=0x7FFFFFFF),
+            )
+            top_k, top_p = tl.load(top_ks_ptr + row), tl.load(top_ps_ptr + row)
+            least = anchor + tl.log(tl.load(min_ps_ptr + row))
+            limits_k, limits_p = (top_k > 0) & (top_k < V), top_p < 1.0
+            floor = tl.full((), NOTHING, tl.float32)
+            if limits_k & limits_p:  # top-p counts what top-k kept, so its mass must be known
+                floor, mass = _kth(row_ptr, V, inverse, anchor, top_k, BLOCK)
+            undecided = limits_k | limits_p | (least > NOTHING)
+            seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+            while undecided:
+                value = tl.load(row_ptr + tl.minimum(chosen, V - 1)).to(tl.float32) * inverse
+                kept = (value > floor) & (value >= least)
+                if kept & (limits_k | limits_p):
+                    higher_mass, higher_count = _above(row_ptr, V, inverse, anchor, value, BLOCK)
+                    kept = (higher_count < top_k) | (not limits_k)
+                    kept = kept & ((higher_mass < top_p * mass) | (not limits_p))
+                undecided = (not kept) & (value < anchor)
+                if undecided:
+                    floor = tl.maximum(floor, tl.where(value >= least, value, floor))
+                    score, chosen = _draw(
+                        row_ptr, 0, V, V, inverse, seed, position, floor, least, LANES, ROUNDS
+                    )  # fmt: skip
+    tl.store(out_ptr + row, tl.minimum(chosen, V - 1).to(tl.int64))
+
+
+def _stretches(num_rows: int, num_ids: int, device: torch.device) -> tuple[int, int]:
+    """(ids a stretch, stretches): about eight programs a multiprocessor, a whole number of noise groups each."""
+    groups = triton.cdiv(num_ids, 4 * LANES)
+    wanted = min(groups, max(1, 8 * num_multiprocessors(device) // max(num_rows, 1)), 64)
+    size = triton.cdiv(groups, wanted) * 4 * LANES
+    return size, triton.cdiv(num_ids, size)
+
+
+def _launch(logits_RV: Tensor, rows: tuple[Tensor, ...] | None) -> Tensor:
+    num_rows, num_ids = logits_RV.shape
+    assert logits_RV.stride(1) == 1
+    out_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
+    if not num_rows:
+        return out_R
+    size, number = _stretches(num_rows, num_ids, logits_RV.device)
+    floats = torch.empty((num_rows, number, 3), dtype=torch.float32, device=logits_RV.device)
+    ids = torch.empty((num_rows, number, 2), dtype=torch.int32, device=logits_RV.device)
+    greedy = rows is None
+    temperatures, top_ks, top_ps, min_ps, seeds, positions = rows or (floats, ids, floats, floats, ids, ids)
+    fixed = {"GREEDY": greedy, "LANES": LANES, "ROUNDS": ROUNDS}
+    _stretch_kernel[(number, num_rows)](
+        logits_RV, temperatures, seeds, positions, floats, ids, num_ids, logits_RV.stride(0), size, **fixed,
+        **options(logits_RV, num_warps=4),
+    )  # fmt: skip
+    _decide_kernel[(num_rows,)](
+        logits_RV, temperatures, top_ks, top_ps, min_ps, seeds, positions, floats, ids, out_R, num_ids,
+        logits_RV.stride(0), number, STRETCHES=64, BLOCK=1024 if greedy else 4096, **fixed,
+        **options(logits_RV, num_warps=1 if greedy else 16),
+    )  # fmt: skip
+    return out_R
+
+
+def sample_triton(
+    logits_RV: Tensor, temperatures_R: Tensor, top_ks_R: Tensor, top_ps_R: Tensor, min_ps_R: Tensor, seeds_R: Tensor,
+    positions_R: Tensor,
+) -> Tensor:  # fmt: skip
+    """See sample_torch."""
+    return _launch(logits_RV, (temperatures_R, top_ks_R, top_ps_R, min_ps_R, seeds_R, positions_R))
+
+
+def greedy_triton(logits_RV: Tensor) -> Tensor:
+    """See greedy."""
+    return _launch(logits_RV, None)
