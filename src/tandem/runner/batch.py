@@ -5,7 +5,7 @@ assemble(arrays, …)   where the step runs: the rest comes from the rows' state
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.attention.contract import Batch
 from tandem.kernels.step import CARRIED, advance, spread
-from tandem.plan import Arrival, Span, StepPlan
+from tandem.plan import Span, StepPlan
 from tandem.runner.rows import DeviceRows, HostRows
 
 
@@ -36,6 +36,7 @@ class Layout:
     """The tokens of a step that is not steady, as the host knows them. See Batch; ids_T has CARRIED for the unknown.
 
     rows_T, rows_S, rows_R   state row of each token, span and sampled token.
+    samples_S   whether the span samples.
     sampled_R                indices into T: first the spans that sample, then prompt_logprobs' positions.
     """
 
@@ -48,6 +49,7 @@ class Layout:
     query_starts_S1: np.ndarray
     sampled_R: np.ndarray
     rows_R: np.ndarray
+    samples_S: np.ndarray
     stretches: list[PromptStretch]
 
 
@@ -59,6 +61,7 @@ class Packed:
     decode        every span is one carried token and samples, so that rows' state alone makes the batch.
     places_C, blocks_C   new entries of the block tables, as flat indices and ids.
     failed        requests that were dropped from this step, and why.
+    dropped       of those, the spans of the first plan that are left out here; plan.spans are the others.
     """
 
     plan: StepPlan
@@ -71,10 +74,7 @@ class Packed:
     blocks_C: Sequence[int]
     layout: Layout | None = None
     failed: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def arrivals(self) -> Sequence[Arrival]:
-        return self.plan.arrivals
+    dropped: dict[int, Span] = field(default_factory=dict)
 
     @property
     def stretches(self) -> list[PromptStretch]:
@@ -107,6 +107,20 @@ class Packer:
         self._last = packed
         return packed
 
+    def without(self, packed: Packed, request: str, why: str) -> Packed:
+        """The same step, already packed and the last one, without one of its requests, which fails."""
+        assert packed is self._last
+        kept = [index for index in range(len(packed.plan.spans) + len(packed.dropped)) if index not in packed.dropped]
+        place = next(i for i, span in enumerate(packed.plan.spans) if span.request == request)
+        spans = [span for i, span in enumerate(packed.plan.spans) if i != place]
+        masks = [(row, mask) for row, mask in packed.plan.masks if row != packed.plan.spans[place].row]
+        fewer = self._pack_layout(replace(packed.plan, spans=spans, masks=masks, steady=False), (), ())
+        fewer.decode = False
+        fewer.failed = {**packed.failed, request: why}
+        fewer.dropped = {**packed.dropped, kept[place]: packed.plan.spans[place]}
+        self._last = fewer
+        return fewer
+
     def _pack_layout(self, plan: StepPlan, places: Sequence[int], blocks: Sequence[int]) -> Packed:
         spans = plan.spans
         table = np.array([(s.row, s.start, s.length, s.samples) for s in spans], dtype=np.int64).reshape(-1, 4)
@@ -137,7 +151,7 @@ class Packer:
         return Layout(
             ids_T, firsts_T + np.arange(num_tokens), np.repeat(rows_S, counts_S), rows_S, starts_S,
             (starts_S + counts_S).astype(np.int32), query_starts_S1,
-            np.concatenate((last_S[samples_S], *extra)), rows_S[samples_S], stretches,
+            np.concatenate((last_S[samples_S], *extra)), rows_S[samples_S], samples_S, stretches,
         )  # fmt: skip
 
     def _stretches(
@@ -201,7 +215,7 @@ class Assembler:
             lengths_S=torch.from_numpy(layout.lengths_S),
             tables_SB=torch.empty((packed.num_spans, width), dtype=torch.int32),
             sampled_R=None if packed.decode else torch.from_numpy(layout.sampled_R),
-            num_decodes=_num_single(packed.plan.spans),
+            num_decodes=num_single(packed.plan.spans),
             max_query=packed.max_query,
             max_length=packed.max_length,
         )
@@ -216,7 +230,7 @@ class Assembler:
         return batch
 
 
-def _num_single(spans: Sequence[Span]) -> int:
+def num_single(spans: Sequence[Span]) -> int:
     """How many spans at the front have one token."""
     for index, span in enumerate(spans):
         if span.length != 1:

@@ -27,12 +27,14 @@ class Drawn:
     tokens_R   sampled ids, one for each span that samples; None: none does.
     wanted     for each row of logprobs: (index of the span, number of alternatives).
     prompts    (index of the span, number of alternatives, rows) of each stretch of prompt logprobs.
+    keep_alive what copies on another stream still read.
     """
 
     tokens_R: Tensor | None
     wanted: list[tuple[int, int]] = field(default_factory=list)
     logprobs: LogprobRows | None = None
     prompts: list[tuple[int, int, LogprobRows]] = field(default_factory=list)
+    keep_alive: list[LogprobRows] = field(default_factory=list)
 
 
 def draw(
@@ -58,12 +60,19 @@ def draw(
         if places:
             drawn.wanted = [(sampling[place], tops[place] or 0) for place in places]
             drawn.logprobs = sampled.logprobs(places, max(top for _, top in drawn.wanted))
+    draw_prompts(packed, hidden_RE, logits_of, rows, drawn)
+    return drawn
+
+
+def draw_prompts(
+    packed: Packed, hidden_RE: Tensor, logits_of: Callable[[Tensor], Tensor], rows: SamplerRows, drawn: Drawn
+) -> None:
+    """The prompt log-probabilities of a step, a few positions at a time."""
     for stretch in packed.stretches:
         targets_T = rows.upload(stretch.targets.tolist(), torch.int64)
         hidden_TE = hidden_RE[stretch.first : stretch.first + stretch.num_positions]
         found = prompt_logprobs(hidden_TE, logits_of, targets_T, stretch.top)
         drawn.prompts.append((stretch.span, stretch.top, found))
-    return drawn
 
 
 def settle(packed: Packed, tokens: Sequence[int], drawn: Drawn) -> StepResult:
@@ -83,4 +92,16 @@ def settle(packed: Packed, tokens: Sequence[int], drawn: Drawn) -> StepResult:
         result.logprobs = {index: [entry] for (index, _), entry in zip(drawn.wanted, entries, strict=True)}
     prompts: dict[int, Sequence[TokenLogprobs]] = {index: found.entries(top) for index, top, found in drawn.prompts}
     result.prompt_logprobs = prompts
+    if packed.dropped:
+        _with_dropped(packed, result)
     return result
+
+
+def _with_dropped(packed: Packed, result: StepResult) -> None:
+    """Give the spans that were left out their places back, with a token that nobody reads."""
+    kept = [i for i in range(len(packed.plan.spans) + len(packed.dropped)) if i not in packed.dropped]
+    of_kept = dict(zip((kept[i] for i in packed.sampling_spans), result.tokens, strict=True))
+    of_dropped = {i: 0 for i, span in packed.dropped.items() if span.samples}
+    result.tokens = [token for _, token in sorted({**of_kept, **of_dropped}.items())]
+    result.logprobs = {kept[i]: entries for i, entries in result.logprobs.items()}
+    result.prompt_logprobs = {kept[i]: entries for i, entries in result.prompt_logprobs.items()}

@@ -19,12 +19,13 @@ from tandem.request import SamplingParams
 
 @dataclass(slots=True)
 class HostRow:
-    """What the host knows of one row. tokens: prompt (and output, if resumed), int64."""
+    """What the host knows of one row. tokens: prompt (and output, if resumed), int64. turn: rises with each arrival."""
 
     request: str
     tokens: np.ndarray
     prompt_length: int
     params: SamplingParams
+    turn: int
     num_blocks: int = 0
 
 
@@ -35,6 +36,7 @@ class HostRows:
         self.num_rows, self.max_blocks = num_rows, max_blocks
         self.rows: list[HostRow | None] = [None] * num_rows
         self.num_known_R = np.zeros(num_rows, dtype=np.int64)
+        self._num_arrived = 0
 
     def depart(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -45,7 +47,10 @@ class HostRows:
         for arrival in arrivals:
             assert self.rows[arrival.row] is None, f"row {arrival.row} is taken"
             tokens = np.asarray(arrival.tokens, dtype=np.int64)
-            self.rows[arrival.row] = HostRow(arrival.request, tokens, arrival.prompt_length, arrival.params)
+            self._num_arrived += 1
+            self.rows[arrival.row] = HostRow(
+                arrival.request, tokens, arrival.prompt_length, arrival.params, self._num_arrived
+            )
             self.num_known_R[arrival.row] = len(tokens)
 
     def grow(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:

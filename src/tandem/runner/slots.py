@@ -11,18 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.runner.streams import Event, Streams
+from tandem.runner.batch import Packed
+from tandem.runner.clock import Moments
+from tandem.runner.outcome import Drawn
+from tandem.runner.streams import Streams
+from tandem.sampling.logprobs import LogprobRows
 
 ALIGNMENT = 16
 
 
 @dataclass(slots=True)
 class Slot:
-    """One step's staging and events.
+    """One step's staging, results and moments.
 
     staging_bytes   capacity; send() makes it larger when a step brings more than ever before.
-    home_R          where the step leaves its tokens, int64 on the device; host_home_R, their pinned copy.
-    began …         timed events: copies in done, compute begun, compute done, results home.
+    home_R          where the step leaves its tokens, int64 on the device.
+    index           whose turn it is.
+    packed, drawn   what it holds, kept alive until it was collected.
     """
 
     streams: Streams
@@ -30,19 +35,27 @@ class Slot:
     home_R: Tensor
     index: int = 0
     busy: bool = False
-    host_home_R: Tensor = field(init=False)
-    ready: Event = field(init=False)
-    began: Event = field(init=False)
-    computed: Event = field(init=False)
-    home: Event = field(init=False)
+    packed: Packed = field(init=False)
+    drawn: Drawn = field(init=False)
+    moments: Moments = field(init=False)
+    _host_home_R: Tensor = field(init=False)
+    _extra: Tensor = field(init=False)
     _pinned: Tensor = field(init=False)
     _pages: np.ndarray = field(init=False)
     _staging: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.host_home_R = self.streams.pinned(8 * self.home_R.numel()).view(torch.int64)
-        self.ready, self.began, self.computed, self.home = (self.streams.event() for _ in range(4))
+        self._host_home_R = self.streams.pinned(8 * self.home_R.numel()).view(torch.int64)
+        self._extra = self.streams.pinned(0)
         self._allocate(self.staging_bytes)
+
+    def take(self, moments: Moments) -> None:
+        assert not self.busy, f"slot {self.index} is taken before its step was collected"
+        self.busy, self.moments = True, moments
+
+    def give_back(self) -> None:
+        self.busy = False
+        del self.packed, self.drawn
 
     def _allocate(self, num_bytes: int) -> None:
         self.staging_bytes = num_bytes
@@ -66,17 +79,54 @@ class Slot:
         for start, num_bytes, array in places.values():
             self._pages[start : start + num_bytes] = array.reshape(-1).view(np.uint8)
         self.streams.copy("in", self._staging[:end], self._pinned[:end])
-        self.streams.record(self.ready, "in")
+        self.streams.record(self.moments.ready, "in")
+        self.moments.sent = True
         return {
             name: self._staging[start : start + num_bytes].view(_DTYPES[array.dtype.name]).view(array.shape)
             for name, (start, num_bytes, array) in places.items()
         }
 
-    def fetch(self, count: int) -> None:
-        """Start the first count tokens on their way home, behind ``computed``."""
-        self.streams.wait("out", self.computed)
-        self.streams.copy("out", self.host_home_R[:count], self.home_R[:count])
-        self.streams.record(self.home, "out")
+    def fetch(self, count: int, drawn: Drawn) -> None:
+        """Start the first count tokens and all log-probabilities on their way home, behind ``computed``."""
+        self.streams.wait("out", self.moments.computed)
+        if count:
+            self.streams.copy("out", self._host_home_R[:count], self.home_R[:count])
+        if drawn.logprobs is not None or drawn.prompts:
+            self._fetch_logprobs(drawn)
+        self.streams.record(self.moments.home, "out")
+
+    def _fetch_logprobs(self, drawn: Drawn) -> None:
+        found = [rows for rows in (drawn.logprobs, *(rows for _, _, rows in drawn.prompts)) if rows is not None]
+        sizes = [sum(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in _tensors(rows)) for rows in found]
+        if sum(sizes) > len(self._extra):
+            self._extra = self.streams.pinned(2 * sum(sizes))
+        start, pages = 0, []
+        for rows in found:
+            tensors = []
+            for tensor in _tensors(rows):
+                page = self._extra[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self.streams.copy("out", page, tensor)
+                tensors.append(page)
+                start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            pages.append(LogprobRows(*tensors))
+        drawn.keep_alive = found
+        if drawn.logprobs is not None:
+            drawn.logprobs = pages.pop(0)
+        drawn.prompts = [(span, top, page) for (span, top, _), page in zip(drawn.prompts, pages, strict=True)]
+
+    def wait(self) -> bool:
+        """Block until the step is home: the host's only wait. Returns whether it was not home yet."""
+        waited = not self.moments.home.query()
+        self.moments.home.synchronize()
+        return waited
+
+    def tokens(self, count: int) -> list[int]:
+        found: list[int] = self._host_home_R[:count].tolist()
+        return found
+
+
+def _tensors(rows: LogprobRows) -> tuple[Tensor, ...]:
+    return rows.tokens_R, rows.chosen_R, rows.ranks_R, rows.top_ids_RK, rows.top_RK
 
 
 _DTYPES = {

@@ -41,6 +41,9 @@ class Streams(Protocol):
     def copy(self, stream: str, target: Tensor, source: Tensor) -> None:
         """Copy between pinned host memory and the device on this stream; returns at once."""
 
+    def drain(self) -> None:
+        """Block until the compute stream has nothing left: at start, at the end, and when memory ran out."""
+
     def elapsed_s(self, first: Event, second: Event) -> float:
         """Seconds between two events that have come."""
 
@@ -56,15 +59,17 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams: dict[str, Any] = {name: torch.cuda.Stream(device) for name in ("in", "compute", "out")}
+        stream: Any = torch.cuda.Stream
+        self._streams = {name: stream(device) for name in ("in", "compute", "out")}
         self._pool = torch.cuda.graph_pool_handle()
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[stream])
 
     def event(self) -> Event:
-        event: Event = torch.cuda.Event(enable_timing=True)
-        return event
+        event: Any = torch.cuda.Event
+        made: Event = event(enable_timing=True)
+        return made
 
     def record(self, event: Event, stream: str) -> None:
         event.record(self._streams[stream])  # type: ignore[attr-defined]
@@ -75,6 +80,9 @@ class CudaStreams:
     def copy(self, stream: str, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
+
+    def drain(self) -> None:
+        self._streams["compute"].synchronize()
 
     def elapsed_s(self, first: Event, second: Event) -> float:
         return float(first.elapsed_time(second)) / 1000.0  # type: ignore[attr-defined]
@@ -137,6 +145,9 @@ class EagerStreams:
 
     def copy(self, stream: str, target: Tensor, source: Tensor) -> None:
         self._pending[stream].append(lambda: target.copy_(source))
+
+    def drain(self) -> None:
+        """Nothing is ever left."""
 
     def elapsed_s(self, first: EagerEvent, second: EagerEvent) -> float:
         return second.moment_s - first.moment_s

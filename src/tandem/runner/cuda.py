@@ -1,0 +1,309 @@
+"""The runner on a GPU: three streams, slots in turn, decode steps as graphs. It knows plans; not who makes them.
+
+    host     submit 1 │ collect 0 │ submit 2 │ collect 1 │           submit never blocks; collect waits for home alone
+    in        ▓ 1                  ▓ 2                               what the host knows and the device does not
+    compute  ██ 0 ███████████████ 1 ███████████████ 2 ████           rows' state is changed here and nowhere else
+    out                          ▓ 0              ▓ 1                tokens
+
+A steady decode step sends nothing: rows, positions and the last tokens are on the device, and the captured step moves
+them on by itself. New blocks travel as differences; whoever joins or leaves, as the new list of rows.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.attention.contract import AttentionBackend, Batch, KVCache
+from tandem.kernels.step import advance, finish, spread
+from tandem.plan import StepPlan, StepResult
+from tandem.runner.batch import Layout, Packed, Packer, num_single
+from tandem.runner.clock import Timekeeper
+from tandem.runner.contract import RunnerFacts, Ticket
+from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
+from tandem.runner.graphs import GraphKey, Graphs, Lanes
+from tandem.runner.outcome import Drawn, settle
+from tandem.runner.rows import DeviceRows
+from tandem.runner.slots import Slot
+from tandem.runner.streams import Streams
+
+log = logging.getLogger("tandem.runner")
+
+SHORTEST_BOUND = 256
+OUT_OF_MEMORY = "the device ran out of memory in a step; this request was the newest in it."
+
+
+class CudaRunner:
+    """Runs a decoder on one GPU.
+
+    model       loaded weights.             cache       the KV cache of all layers.
+    num_rows    most requests in a step.    max_length  most positions of a request.
+    max_tokens  most tokens in a step.      depth       steps in flight, 1..4.
+    uses_graphs decode steps are captured; without, they run kernel by kernel, on the same buffers.
+    """
+
+    def __init__(
+        self, model: Any, cache: KVCache, backend: AttentionBackend, streams: Streams, *, num_rows: int,
+        max_length: int, max_tokens: int, depth: int = 2, uses_graphs: bool = True, seed: int = 0,
+        num_tokens: int | None = None, phases_s: dict[str, float] | None = None, notes: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.depth = depth
+        self.facts = RunnerFacts(
+            num_blocks=cache.keys[0].shape[0], num_rows=num_rows, num_logits=model.spec.num_logits,
+            max_length=max_length, phases_s=phases_s or {}, notes=notes,
+        )  # fmt: skip
+        device, max_blocks = streams.device, -(-max_length // cache.block_size) + 1
+        self._model, self._cache, self._backend, self._streams = model, cache, backend, streams
+        self._packer = Packer(num_rows, max_blocks)
+        self._rows = DeviceRows.allocate(num_rows, max_blocks, device)
+        self._sampling = DeviceSampling(num_rows, model.spec.num_logits, device, seed, num_tokens)
+        self._uses_graphs = uses_graphs
+        dtype = cache.keys[0].dtype
+        self._graphs = Graphs(streams, self._decode, num_rows)
+        num_lanes = self._graphs.buckets[-1]
+        self._lanes = Lanes.allocate(num_lanes, max_blocks, model.spec.hidden_size, dtype, device)
+        self._home_DR = torch.zeros((depth, num_lanes), dtype=torch.int64, device=device)
+        self._turn_1 = torch.full((1,), depth - 1, dtype=torch.int32, device=device)
+        staging_bytes = 24 * max_tokens + 64 * num_rows + 12 * (max_tokens // cache.block_size + num_rows) + 4096
+        self._slots = [Slot(streams, staging_bytes, self._home_DR[turn], turn) for turn in range(depth)]
+        self._times = Timekeeper(streams, depth)
+        self._num_submitted = self._num_collected = self._num_failed = 0
+        self._path, self._windows = GREEDY, _windows(model.spec)
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        assert self._num_submitted - self._num_collected < self.depth, "more steps in flight than the depth"
+        slot = self._slots[self._num_submitted % self.depth]
+        slot.take(self._times.begin(idle=self._num_submitted == self._num_collected))
+        packed = slot.packed = self._packer.pack(plan)
+        self._admit(packed)
+        sent = self._send(packed, slot)
+        with self._streams.on("compute"):
+            if sent:
+                self._streams.wait("compute", slot.moments.ready)
+            self._streams.record(slot.moments.began, "compute")
+            self._change(packed, sent)
+            slot.drawn = self._compute(packed, slot, sent)
+            self._streams.record(slot.moments.computed, "compute")
+        slot.fetch(slot.packed.num_samples, slot.drawn)
+        self._num_submitted += 1
+        return Ticket(plan.step, slot.index)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        slot = self._slots[ticket.slot]
+        packed = slot.packed
+        assert slot.busy and packed.plan.step == ticket.step, f"ticket {ticket.step} is not the oldest in flight"
+        waited = slot.wait()
+        tokens = slot.tokens(packed.num_samples)
+        result = settle(packed, tokens, slot.drawn)
+        result.times = self._times.end(slot.moments, waited)
+        slot.give_back()
+        self._num_collected += 1
+        return result
+
+    def _admit(self, packed: Packed) -> None:
+        """Departures and arrivals, as far as sampling goes; what they copy is ordered on the compute stream."""
+        with self._streams.on("compute"):
+            self._sampling.depart(packed.plan.departures)
+            for arrival in packed.plan.arrivals:
+                try:
+                    self._sampling.arrive(arrival)
+                except torch.OutOfMemoryError:
+                    packed.failed[arrival.request] = OUT_OF_MEMORY
+
+    def _send(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
+        """Send what the host knows and the device does not: nothing at all in most decode steps."""
+        arrays: dict[str, np.ndarray] = {}
+        if packed.places_C:
+            arrays["places"] = np.array(packed.places_C, dtype=np.int64)
+            arrays["blocks"] = np.array(packed.blocks_C, dtype=np.int32)
+        if packed.plan.block_copies:
+            arrays["copies"] = np.array(packed.plan.block_copies, dtype=np.int64)
+        layout = packed.layout
+        if layout is not None:
+            self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
+            arrays |= self._lane_arrays(packed, layout) if packed.decode else _span_arrays(layout)
+            if self._path != GREEDY:
+                arrays |= self._sampling.arrays(layout.rows_R)
+                if not packed.decode:
+                    arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
+        return slot.send(arrays) if arrays else {}
+
+    def _lane_arrays(self, packed: Packed, layout: Layout) -> dict[str, np.ndarray]:
+        size = self._size_of(packed)
+        rows_S, starts_S = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        rows_S[: packed.num_spans], starts_S[: packed.num_spans] = layout.rows_S, layout.starts_S
+        return {"rows": rows_S, "starts": starts_S}
+
+    def _size_of(self, packed: Packed) -> int:
+        return self._graphs.bucket_of(packed.num_spans) if self._uses_graphs else packed.num_spans
+
+    def _change(self, packed: Packed, sent: Mapping[str, Tensor]) -> None:
+        """Bring rows, cache and lanes up to the plan, on the compute stream."""
+        if packed.places_C:
+            self._rows.grow(sent["places"], sent["blocks"])
+        if packed.plan.block_copies:
+            self._cache.copy_blocks(sent["copies"][:, 0], sent["copies"][:, 1])
+        if packed.decode and packed.layout is not None:
+            lanes = self._lanes
+            lanes.rows_S[: len(sent["rows"])].copy_(sent["rows"])
+            lanes.starts_S[: len(sent["starts"])].copy_(sent["starts"])
+            for name in NUMBERS if self._path != GREEDY else ():
+                lanes.numbers[name][: packed.num_spans].copy_(sent[name])
+
+    def _compute(self, packed: Packed, slot: Slot, sent: Mapping[str, Tensor]) -> Drawn:
+        """Forward and sampling. If memory runs out, the newest request of the step fails and the rest goes on."""
+        while True:
+            try:
+                if packed.decode:
+                    return self._decode_step(packed)
+                return self._spread_step(packed, slot, sent)
+            except torch.OutOfMemoryError:
+                self._num_failed += 1
+                packed = slot.packed = self._without_newest(packed)
+                log.warning("out of device memory: %s ends", next(reversed(packed.failed)))
+                sent = self._resend(packed, slot)
+
+    def _decode_step(self, packed: Packed) -> Drawn:
+        size, num_spans = self._size_of(packed), packed.num_spans
+        bound = max(SHORTEST_BOUND, 1 << (packed.max_length - 1).bit_length())
+        key = GraphKey(size, self._path, self._splits(size, bound))
+        if self._uses_graphs:
+            self._graphs.step(key, bound)
+        else:
+            self._decode(key, bound)
+        if self._path != GENERAL:
+            return Drawn(None)
+        lanes = self._lanes
+        hidden_SE, numbers = lanes.hidden_SE[:num_spans], {n: t[:num_spans] for n, t in lanes.numbers.items()}
+        drawn = self._sampling.draw(
+            packed, GENERAL, hidden_SE, self._model.logits, numbers, lanes.starts_S[:num_spans]
+        )  # fmt: skip
+        self._finish(drawn, hidden_SE, lanes.rows_S[:num_spans])
+        return drawn
+
+    def _decode(self, key: GraphKey, max_length: int) -> None:
+        """One decode step over the lanes, from state on the device alone: what a graph holds."""
+        lanes, size = self._lanes, key.bucket
+        batch = lanes.batch(size, max_length)
+        advance(
+            lanes.rows_S[:size], lanes.starts_S[:size], self._rows.last_R, self._rows.tables_RB,
+            self._cache.block_size, self._turn_1, self.depth, batch.ids_T, batch.positions_T, batch.slots_T,
+            batch.lengths_S, batch.tables_SB,
+        )  # fmt: skip
+        hidden_SE = self._model(batch, self._cache, self._backend)
+        if key.path == GENERAL:
+            lanes.hidden_SE[:size].copy_(hidden_SE)
+            return
+        numbers = None if key.path == GREEDY else {name: tensor[:size] for name, tensor in lanes.numbers.items()}
+        tokens_S = self._sampling.choose(self._model.logits(hidden_SE), numbers, lanes.starts_S[:size])
+        finish(tokens_S, hidden_SE, lanes.rows_S[:size], self._rows.last_R, self._home_DR, self._turn_1)
+
+    def _spread_step(self, packed: Packed, slot: Slot, sent: Mapping[str, Tensor]) -> Drawn:
+        """A step with prompts in it: no graph, and still nothing is read back."""
+        self._turn_1.fill_(slot.index)
+        if not packed.num_spans:
+            return Drawn(None)
+        layout, block_size = packed.layout, self._cache.block_size
+        assert layout is not None
+        batch = Batch(
+            ids_T=sent["ids"],
+            positions_T=sent["positions"],
+            slots_T=torch.empty_like(sent["ids"]),
+            query_starts_S1=sent["query_starts"],
+            lengths_S=sent["lengths"],
+            tables_SB=torch.zeros(
+                (packed.num_spans, -(-packed.max_length // block_size)), dtype=torch.int32, device=sent["ids"].device
+            ),
+            sampled_R=sent["sampled"],
+            num_decodes=num_single(packed.plan.spans),
+            max_query=packed.max_query,
+            max_length=packed.max_length,
+            host_spans=[(span.start, span.length) for span in packed.plan.spans],
+        )
+        spread(
+            batch.ids_T, sent["rows_T"], batch.positions_T, sent["rows_S"], batch.lengths_S, self._rows.last_R,
+            self._rows.tables_RB, block_size, batch.slots_T, batch.tables_SB,
+        )  # fmt: skip
+        hidden_RE = self._model(batch, self._cache, self._backend)
+        numbers = None if self._path == GREEDY else {name: sent[name] for name in NUMBERS}
+        drawn = self._sampling.draw(
+            packed, self._path, hidden_RE, self._model.logits, numbers, sent.get("next_positions")
+        )  # fmt: skip
+        self._finish(drawn, hidden_RE[: packed.num_samples], sent["rows_R"])
+        return drawn
+
+    def _finish(self, drawn: Drawn, hidden_RE: Tensor, rows_R: Tensor) -> None:
+        if drawn.tokens_R is not None:
+            finish(drawn.tokens_R, hidden_RE, rows_R, self._rows.last_R, self._home_DR, self._turn_1)
+
+    def _splits(self, size: int, bound: int) -> tuple[int, ...]:
+        """What the attention backend bakes into a graph: its splits, or else the bound itself."""
+        num_splits = getattr(self._backend, "num_splits", None)
+        if num_splits is None or getattr(self._backend, "deterministic", False):
+            return (bound,)
+        return tuple(num_splits(size, min(bound, window or bound), self._cache.keys[0]) for window in self._windows)
+
+    def _without_newest(self, packed: Packed) -> Packed:
+        if not packed.num_spans:
+            raise torch.OutOfMemoryError("the device has no memory even for an empty step")
+        newest = max(packed.plan.spans, key=lambda span: self._packer.rows[span.row].turn)
+        return self._packer.without(packed, newest.request, OUT_OF_MEMORY)
+
+    def _resend(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
+        """Send the step in its new shape. What was started of the old one must end first: it reads the same staging."""
+        self._streams.drain()
+        layout = packed.layout
+        assert layout is not None
+        arrays = _span_arrays(layout)
+        self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
+        if self._path != GREEDY:
+            arrays |= self._sampling.arrays(layout.rows_R)
+            arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
+        sent = slot.send(arrays)
+        self._streams.wait("compute", slot.moments.ready)
+        return sent
+
+    def warm_up(self, paths: Sequence[str], most_s: float) -> None:
+        """Compile kernels and capture graphs, largest first, for at most so many seconds; the rest comes as needed."""
+        bound = min(1024, max(SHORTEST_BOUND, 1 << (self.facts.max_length - 1).bit_length()))
+        sizes = list(reversed(self._graphs.buckets))
+        keys = [(GraphKey(size, path, self._splits(size, bound)), bound) for path in paths for size in sizes]
+        with self._streams.on("compute"):
+            self._graphs.prepare(keys, most_s)
+            self._turn_1.fill_(self.depth - 1)
+        self._streams.drain()
+
+    def close(self) -> None:
+        """Wait for what is in flight; the memory goes with this object."""
+        self._streams.drain()
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "rows_taken": self._packer.rows.num_taken,
+            "in_flight": self._num_submitted - self._num_collected,
+            "steps": self._num_collected,
+            "graphs": len(self._graphs),
+            "graph_capture_s": self._graphs.capture_s,
+            "out_of_memory": self._num_failed,
+        }
+
+
+def _span_arrays(layout: Layout) -> dict[str, np.ndarray]:
+    return {
+        "ids": layout.ids_T,
+        "positions": layout.positions_T,
+        "rows_T": layout.rows_T,
+        "rows_S": layout.rows_S,
+        "sampled": layout.sampled_R,
+        "rows_R": layout.rows_R,
+        "lengths": layout.lengths_S,
+        "query_starts": layout.query_starts_S1,
+    }
+
+
+def _windows(spec: Any) -> tuple[int | None, ...]:
+    """The distinct windows of the model's layers."""
+    return tuple(dict.fromkeys(spec.attention_shape(layer).window for layer in range(spec.num_layers)))

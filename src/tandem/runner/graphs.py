@@ -1,0 +1,160 @@
+"""Decode steps as CUDA graphs: static buffers, batch buckets, what is baked in. It knows no plans.
+
+All graphs share one memory pool: two never run at once, so the memory of the largest serves all. Their inputs are the
+lanes below, allocated before; a graph of bucket b reads and writes the first b lanes.
+"""
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.attention.contract import Batch
+from tandem.runner.device_sampling import NUMBERS
+from tandem.runner.streams import Streams
+
+log = logging.getLogger("tandem.runner")
+
+MOST_PADDING = 0.15
+
+
+def buckets_up_to(limit: int) -> list[int]:
+    """Batch sizes that graphs are captured for: padding stays under 15 %, and sizes are round where they can be.
+
+    Behind a bucket a comes the largest multiple of the coarsest power of two that keeps (b - a - 1) / b below 0.15.
+    """
+    found = list(range(1, min(limit, 8) + 1))
+    while found[-1] < limit:
+        most = int((found[-1] + 1) / (1.0 - MOST_PADDING) - 1e-9)
+        step = 1 << max((most - found[-1]).bit_length() - 1, 0)
+        found.append(min(most // step * step if most // step * step > found[-1] else most, limit))
+    return found
+
+
+class GraphKey(NamedTuple):
+    """All that a graph bakes in: spans, how they sample, and the attention's splits (see length_key)."""
+
+    bucket: int
+    path: str
+    splits: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Static buffers of decode steps, one lane a span. rows_S -1: padding. starts_S: position of the next token.
+
+    The names are those of Batch; numbers are what sampling needs of each lane.
+    """
+
+    rows_S: Tensor
+    starts_S: Tensor
+    ids_S: Tensor
+    positions_S: Tensor
+    slots_S: Tensor
+    lengths_S: Tensor
+    query_starts_S1: Tensor
+    tables_SB: Tensor
+    hidden_SE: Tensor
+    numbers: dict[str, Tensor]
+
+    @classmethod
+    def allocate(
+        cls, num_lanes: int, max_blocks: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "Lanes":
+        def zeros(kind: torch.dtype) -> Tensor:
+            return torch.zeros(num_lanes, dtype=kind, device=device)
+
+        wide = torch.int64
+        return cls(
+            rows_S=torch.full((num_lanes,), -1, dtype=wide, device=device),
+            starts_S=zeros(wide),
+            ids_S=zeros(wide),
+            positions_S=zeros(wide),
+            slots_S=torch.full((num_lanes,), -1, dtype=wide, device=device),
+            lengths_S=zeros(torch.int32),
+            query_starts_S1=torch.arange(num_lanes + 1, dtype=torch.int32, device=device),
+            tables_SB=torch.zeros((num_lanes, max_blocks), dtype=torch.int32, device=device),
+            hidden_SE=torch.zeros((num_lanes, hidden_size), dtype=dtype, device=device),
+            numbers={name: zeros(kind) for name, kind in NUMBERS.items()},
+        )
+
+    def batch(self, size: int, max_length: int) -> Batch:
+        """The first lanes as a Batch of one token each."""
+        return Batch(
+            ids_T=self.ids_S[:size],
+            positions_T=self.positions_S[:size],
+            slots_T=self.slots_S[:size],
+            query_starts_S1=self.query_starts_S1[: size + 1],
+            lengths_S=self.lengths_S[:size],
+            tables_SB=self.tables_SB[:size],
+            sampled_R=None,
+            num_decodes=size,
+            max_query=1,
+            max_length=max_length,
+        )
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Captured decode steps by key.
+
+    run          starts one decode step on the compute stream: run(key, max_length).
+    limit        most spans of a step.          captures  seconds spent on capturing.
+    num_failed   captures that ran out of memory; those steps run without a graph.
+    """
+
+    streams: Streams
+    run: Callable[[GraphKey, int], None]
+    limit: int
+    capture_s: float = 0.0
+    num_failed: int = 0
+    buckets: list[int] = field(init=False)
+    _replays: dict[GraphKey, Callable[[], None] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.buckets = buckets_up_to(self.limit)
+
+    def bucket_of(self, num_spans: int) -> int:
+        return self.buckets[bisect.bisect_left(self.buckets, num_spans)]
+
+    def step(self, key: GraphKey, max_length: int) -> None:
+        """Start a decode step: a replay, or, the first time, the step itself and then its capture."""
+        replay = self._replays.get(key)
+        if replay is not None:
+            replay()
+            return
+        self.run(key, max_length)
+        if key not in self._replays:
+            self._capture(key, max_length)
+
+    def _capture(self, key: GraphKey, max_length: int) -> None:
+        began_s = time.perf_counter()
+        try:
+            self._replays[key] = self.streams.capture(lambda: self.run(key, max_length))
+        except torch.OutOfMemoryError:
+            self._replays[key] = None
+            self.num_failed += 1
+            log.warning("no memory for the graph of %s; these steps run without one", key)
+        self.capture_s += time.perf_counter() - began_s
+
+    def prepare(self, keys: Sequence[tuple[GraphKey, int]], most_s: float) -> int:
+        """Capture these, in this order (largest first), for at most so many seconds. Returns how many there are now.
+
+        Each is run once before: kernels are compiled then, and scratch memory grows outside of the pool. The lanes are
+        all padding, so that nothing is written.
+        """
+        began_s = time.perf_counter()
+        for key, max_length in keys:
+            if time.perf_counter() - began_s > most_s:
+                break
+            if key not in self._replays:
+                self.step(key, max_length)
+        return len(self)
+
+    def __len__(self) -> int:
+        return sum(replay is not None for replay in self._replays.values())

@@ -1,0 +1,189 @@
+"""The GPU runner's logic, acted out on the CPU (EagerStreams): the tokens of the CPU runner, whatever the path.
+
+Copies there are put off until an event is waited for, so a missing wait or a buffer that is written again too early
+would change tokens. tests/runner/test_cuda_device.py has what needs a GPU.
+"""
+
+import pytest
+import torch
+from runner_drive import Drive, greedy
+
+from tandem.attention.contract import KVCache
+from tandem.attention.reference import ReferenceAttention
+from tandem.models.registry import build, spec_from_config
+from tandem.request import SamplingParams
+from tandem.runner.cpu import CpuRunner
+from tandem.runner.cuda import CudaRunner
+from tandem.runner.device_sampling import GENERAL, GREEDY, PLAIN
+from tandem.runner.streams import EagerStreams
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 89, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "tie_word_embeddings": True,
+}  # fmt: skip
+BLOCK_SIZE, MAX_LENGTH = 4, 96
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = build(spec_from_config(CONFIG), torch.float32, "cpu")
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 1.0))
+    return model
+
+
+def cache_of(model, num_blocks=96):
+    spec = model.spec
+    return KVCache.allocate(
+        spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu")
+    )
+
+
+def make(model, **how):
+    how = {"num_rows": 8, "max_length": MAX_LENGTH, "max_tokens": 64, **how}
+    return CudaRunner(model, cache_of(model), ReferenceAttention(), EagerStreams(), **how)
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+def prompt(i):
+    return [(7 * i + 3 * j) % 89 for j in range(1 + (5 * i) % 23)]
+
+
+def requests(params_of, count=8):
+    return [(f"r{i}", prompt(i), params_of(i)) for i in range(count)]
+
+
+def drive(runner, asked, **how):
+    driven = Drive(asked, runner.facts.num_rows, runner.facts.num_blocks, BLOCK_SIZE, **how)
+    return driven.run(runner), driven
+
+
+def plain(i):
+    return SamplingParams(temperature=0.5 + 0.1 * i, top_k=(0, 5, 20)[i % 3], top_p=(1.0, 0.8)[i % 2], max_tokens=14)
+
+
+def general(i):
+    kinds = [
+        greedy(20), plain(i),
+        SamplingParams(temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=18),
+        greedy(12, logit_bias=((5, 3.0),), min_tokens=4, presence_penalty=0.7), greedy(9, logprobs=2),
+    ]  # fmt: skip
+    return kinds[i % len(kinds)]
+
+
+@pytest.mark.parametrize("uses_graphs", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_greedy_tokens_are_the_cpu_runners(model, depth, uses_graphs):
+    asked = requests(lambda i: greedy(10 + i))
+    cpu = CpuRunner(model, cache_of(model), ReferenceAttention(), num_rows=8, max_length=MAX_LENGTH)
+    expected, _ = drive(cpu, asked)
+    cpu.close()
+    for chunk, preempt in ((None, 0.0), (5, 0.05)):
+        outputs, driven = drive(
+            make(model, depth=depth, uses_graphs=uses_graphs), asked, chunk=chunk, preempt=preempt, join=0.5, seed=depth
+        )
+        assert outputs == expected
+        assert driven.num_steady > 3
+
+
+@pytest.mark.parametrize("params_of", [plain, general])
+def test_tokens_depend_on_nothing_but_the_request(model, params_of):
+    asked = requests(params_of)
+    alone = {}
+    for request in asked:
+        alone |= drive(make(model, depth=1, uses_graphs=False), [request])[0]
+    for depth, chunk, preempt, uses_graphs in ((2, 6, 0.05, True), (3, None, 0.0, True), (4, 3, 0.0, False)):
+        runner = make(model, depth=depth, uses_graphs=uses_graphs)
+        assert drive(runner, asked, chunk=chunk, preempt=preempt, join=0.6, seed=depth)[0] == alone
+        if uses_graphs:
+            assert runner.statistics()["graphs"] > 0
+
+
+def test_a_steady_step_sends_nothing_and_new_blocks_a_few_bytes(model):
+    sent = []
+
+    class Counting(EagerStreams):
+        def copy(self, stream, target, source):
+            if stream == "in":
+                sent.append(source.nbytes)
+            super().copy(stream, target, source)
+
+    runner = CudaRunner(
+        model, cache_of(model), ReferenceAttention(), Counting(), num_rows=8, max_length=MAX_LENGTH, max_tokens=64
+    )
+    _, driven = drive(runner, [(f"r{i}", [1, 2, 3], greedy(33)) for i in range(4)])
+    steps = 33
+    assert driven.num_steady == steps - 2
+    decode_only = sent[2:]
+    assert len(decode_only) == 8, "a new block every fourth step, for all rows at once"
+    assert max(decode_only) <= 4 * (8 + 4) + 16
+
+
+def test_every_path_of_a_graph_is_used_and_padding_writes_nowhere(model):
+    cache = cache_of(model)
+    runner = CudaRunner(
+        model, cache, ReferenceAttention(), EagerStreams(), num_rows=16, max_length=MAX_LENGTH, max_tokens=64
+    )
+    runner.warm_up((GREEDY, PLAIN), 60.0)
+    assert runner.statistics()["graphs"] == 2 * len(runner._graphs.buckets)
+    assert not any(layer.any() for layer in (*cache.keys, *cache.values)), "warming up wrote into the cache"
+    asked = requests(general, 9)  # 9 spans in a bucket of 10
+    drive(runner, asked)
+    paths = {key.path for key in runner._graphs._replays}
+    assert paths == {GREEDY, PLAIN, GENERAL}
+    assert all(key.bucket in runner._graphs.buckets for key in runner._graphs._replays)
+
+
+def test_logprobs_and_prompt_logprobs_come_home(model):
+    asked = [("a", prompt(4), greedy(6, logprobs=3, prompt_logprobs=1)), ("b", prompt(2), greedy(8))]
+    cpu = CpuRunner(model, cache_of(model), ReferenceAttention(), num_rows=8, max_length=MAX_LENGTH)
+    _, expected = drive(cpu, asked, chunk=7)
+    cpu.close()
+    _, driven = drive(make(model, depth=3), asked, chunk=7)
+    ours, theirs = driven.sequences[0], expected.sequences[0]
+    for kind in ("logprobs", "prompt_logprobs"):
+        pairs = list(zip(getattr(ours, kind), getattr(theirs, kind), strict=True))
+        assert len(pairs) >= 6
+        for one, other in pairs:
+            assert (one.token, one.rank) == (other.token, other.rank)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert [t for t, _ in one.top] == [t for t, _ in other.top]
+
+
+def test_out_of_memory_ends_the_newest_request_of_the_step_alone(model):
+    class Hungry(torch.nn.Module):
+        spec, logits = model.spec, model.logits
+
+        def forward(self, batch, cache, backend):
+            if len(batch.ids_T) > 20:
+                raise torch.OutOfMemoryError("made up")
+            return model(batch, cache, backend)
+
+    asked = [("a", prompt(1), greedy(12)), ("b", prompt(2), greedy(12)), ("c", [5] * 30, greedy(12))]
+    alone = {}
+    for request in asked[:2]:
+        alone |= drive(make(model), [request])[0]
+    for depth in (1, 2, 3):
+        runner = make(Hungry(), depth=depth)
+        outputs, driven = drive(runner, asked)
+        assert "out of memory" in driven.sequences[2].error
+        assert outputs == {**alone, "c": []}
+        assert runner.statistics()["out_of_memory"] >= 1
+
+
+def test_memory_that_a_step_in_flight_owns_is_not_written(model):
+    runner = make(model, depth=2)
+    driven = Drive([("a", [1, 2], greedy(9))], 8, 96, BLOCK_SIZE)
+    tickets = [runner.submit(driven.plan()), runner.submit(driven.plan())]
+    with pytest.raises(AssertionError, match="depth"):
+        runner.submit(driven.plan())
+    with pytest.raises(AssertionError, match="not the oldest"):
+        runner.collect(type(tickets[0])(99, 1))
+    times = runner.collect(tickets[0]).times
+    assert times.submitted_s <= times.began_s <= times.computed_s <= times.home_s
