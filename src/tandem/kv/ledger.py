@@ -59,7 +59,7 @@ class Ledger:
         self.pool = Pool(num_blocks)
         self._tables: dict[str, Table] = {}
         self._pending: dict[int, list[Table]] = {}
-        self._settled_step = -1
+        self._settled_step = 0  # steps count from 1
         self._epoch = 0
         self._num_asked = self._num_hit = self._num_copies = 0
 

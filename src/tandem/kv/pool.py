@@ -45,6 +45,10 @@ class Pool:
     def take(self, num_blocks: int) -> list[int] | None:
         """Own that many blocks, or None and nothing taken if there are too few."""
         free, cached, counts = self._free, self._cached, self._counts
+        if num_blocks == 1 and free:
+            block = free.pop()
+            counts[block] = 1
+            return [block]
         if num_blocks > len(free) + len(cached):
             return None
         taken = [free.pop() for _ in range(min(num_blocks, len(free)))]

@@ -20,9 +20,7 @@ from tandem.request import TokenLogprobs
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.plan_check import PlanCheck
 
-_MASK = (1 << 61) - 1
-_ROOT = 0x1F3D5B79A2C4E68
-_ODD = 0x9E3779B97F4A7C15
+_ROOT = 0x1F3D5B79A2C4E68  # the hash of nothing; hashes of tuples of ints are the same in every process
 
 Script = Callable[[Arrival], Sequence[int] | None]
 StepTime = Callable[[StepPlan], float]
@@ -65,7 +63,7 @@ class _Row:
         self.hash = _ROOT
         self.length = 0
         self.last = 0
-        self.seed = (arrival.params.seed or 0) * _ODD
+        self.seed = hash((arrival.params.seed,)) if arrival.params.seed else 0
         self.script = script
         self.special = script is not None or arrival.params.logprobs is not None
 
@@ -194,10 +192,10 @@ class NullRunner:
             if blocks:
                 table.extend(blocks)
             before = row.hash
-            slots[table[start // size] * size + start % size] = value = (before ^ row.last * _ODD ^ start) & _MASK
-            row.hash = after = ((before << 5) + value * _ODD) & _MASK
+            slots[table[start // size] * size + start % size] = value = hash((before, row.last, start))
+            row.hash = after = hash((before, value))
             row.length = start + 1
-            row.last = token = ((after + row.seed & _MASK) >> 23) % num_logits
+            row.last = token = (after + row.seed) % num_logits
             add(token)
         return num_decodes
 
@@ -232,8 +230,8 @@ class NullRunner:
     def _write(self, row: _Row, token: int) -> None:
         position, size, before = row.length, self.block_size, row.hash
         slot = row.blocks[position // size] * size + position % size
-        self._slots[slot] = value = (before ^ token * _ODD ^ position) & _MASK
-        row.hash = ((before << 5) + value * _ODD) & _MASK
+        self._slots[slot] = value = hash((before, token, position))
+        row.hash = hash((before, value))
         row.length = position + 1
 
     def _read(self, blocks: Sequence[int], length: int) -> int:
@@ -242,12 +240,12 @@ class NullRunner:
         for begin in range(0, length, size):
             slot = blocks[begin // size] * size
             for number in slots[slot : slot + min(size, length - begin)]:
-                value = ((value << 5) + number * _ODD) & _MASK
+                value = hash((value, number))
         return value
 
     def _sample(self, row: _Row, mask: bytes | None) -> int | None:
         arrival = row.arrival
-        number = (row.hash + row.seed & _MASK) >> 23
+        number = row.hash + row.seed
         if row.script is not None:
             index = row.length - arrival.prompt_length
             if index < len(row.script):

@@ -11,6 +11,27 @@ from tandem.runner.null import NullRunner
 from tandem.schedule import Scheduler
 
 NUM_LOGITS = 997
+PATIENCE = 8  # rounds without work that a grammar may need to be ready
+
+
+class CountingMask:
+    """A grammar: token number i of the answer is i modulo 7. It is ready after delay questions each time."""
+
+    def __init__(self, delay: int = 0) -> None:
+        self.delay = self._left = delay
+        self.accepted: list[int] = []
+
+    def allowed(self) -> bytes | None:
+        if self._left > 0:
+            self._left -= 1
+            return None
+        rest = len(self.accepted) % 7
+        bits = sum(1 << token for token in range(rest, NUM_LOGITS, 7))
+        return bits.to_bytes(-(-NUM_LOGITS // 32) * 4, "little")
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.accepted += tokens
+        self._left = self.delay
 
 
 def request(name: str, prompt: Sequence[int] | int, max_tokens: int | None = 8, **settings: object) -> Request:
@@ -128,18 +149,20 @@ class Drive:
 
     def run(self, limit: int = 100_000, until: Callable[[], bool] | None = None) -> dict[str, Answer]:
         """Until idle, or until says so. Fails if that takes more than limit turns: no progress."""
+        num_still = 0
         for _ in range(limit):
             if until is not None and until():
                 return self.answers
-            if not self.turn():
-                assert self.scheduler.idle, f"stuck: {self.scheduler.statistics()}"
+            num_still = 0 if self.turn() else num_still + 1
+            if num_still and self.scheduler.idle:
                 self.scheduler.check()
                 return self.answers
+            assert num_still <= PATIENCE, f"stuck: {self.scheduler.statistics()}"
         raise AssertionError(f"not done within {limit} turns: {self.scheduler.statistics()}")
 
 
-def alone(one: Request) -> Answer:
+def alone(one: Request, mask: object = None) -> Answer:
     """REF: the answer when it runs by itself, synchronously, without a prefix cache, in an ample pool."""
     drive = Drive(depth=1, num_blocks=1024, num_rows=1, budget=4096, max_length=8192, prefix_cache=False)
-    drive.add(Request(one.id, one.prompt, one.params, one.eos))
+    drive.add(Request(one.id, one.prompt, one.params, one.eos), mask=mask)
     return drive.run()[one.id]
