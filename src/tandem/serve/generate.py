@@ -1,5 +1,6 @@
 """POST /v1/chat/completions and /v1/completions: body → prompt and parameters → stream → answer."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -8,14 +9,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.engine.contract import Stream
 from tandem.errors import RequestError
 from tandem.request import SamplingParams
 from tandem.serve.accept import chat_params, completion_params
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.failure import read_json
-from tandem.serve.messages import normalise
-from tandem.serve.parse import AnswerParser
+from tandem.serve.parse import MISTRAL, AnswerParser
 from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service
@@ -30,17 +29,19 @@ async def chat(request: Request) -> Response:
     service.check_open()
     model = service.check_model(body.model)
     params = chat_params(body, service.engine.card.defaults, service.limits)
-    use = tool_use(body, service.engine)
+    use = tool_use(body, service.engine.card.chat_template)
     if use.constraint is not None:
         if params.constraint is not None:
             raise RequestError("tool_choice and response_format exclude each other.", param="tool_choice")
-        params = _replace(params, constraint=use.constraint)
+        params = dataclasses.replace(params, constraint=use.constraint)
+    if use.form is MISTRAL:  # its mark of a call is a special token
+        params = dataclasses.replace(params, skip_special_tokens=False)
     prompt = await _chat_prompt(service, body, use)
+    end = service.engine.text.decode(prompt[-8:], skip_special_tokens=False)
+    shown = _shown(body, use.parser(service.engine.card.chat_template, end))
 
     def reply(asks: Sequence[Ask]) -> Reply:
-        return ChatReply(
-            asks, model, service.engine.text, show_logprobs=bool(body.logprobs), **_shown(body, use.parser)
-        )
+        return ChatReply(asks, model, service.engine.text, show_logprobs=bool(body.logprobs), **shown)
 
     return await _answer(request, service, body, params, [prompt], reply)
 
@@ -53,7 +54,7 @@ async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse) -> lis
     if body.reasoning_effort is not None:
         extra["reasoning_effort"] = body.reasoning_effort
     return await service.engine.encode_chat(
-        use.messages(normalise(body.messages)),
+        use.messages(body.messages),
         tools=use.for_template,
         add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continued,
@@ -111,19 +112,16 @@ async def _answer(
     request: Request, service: Service, body: Generation, params: SamplingParams, prompts: Sequence[Prompt],
     make_reply: Callable[[Sequence[Ask]], Reply], *, echo: bool = False,
 ) -> Response:  # fmt: skip
-    """Submit every prompt, then stream or collect. Whatever happens, nothing submitted is left running."""
+    """Encode, admit, submit every prompt, then stream or collect. Nothing submitted is ever left running."""
+    engine = service.engine
+    tokens = [await engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     with ExitStack() as stack:
-        streams: list[Stream] = []
-        stack.callback(lambda: [stream.abort() for stream in streams])
-        for prompt in prompts:
-            streams.append(
-                await service.engine.submit(prompt, params, priority=body.priority or 0, salt=body.cache_salt or "")
-            )
-        asks = [
-            Ask(stream, params.n, i * params.n, _echoed(service, prompt, stream) if echo else "")
-            for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
-        ]
-        stack.enter_context(service.admitted(sum(len(s.prompt_token_ids) for s in streams)))
+        stack.enter_context(service.admitted(sum(map(len, tokens))))
+        asks: list[Ask] = []
+        stack.callback(_abort, asks)
+        for i, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
+            stream = await engine.submit(ids, params, priority=body.priority or 0, salt=body.cache_salt or "")
+            asks.append(Ask(stream, params.n, i * params.n, _echoed(service, prompt) if echo else ""))
         reply = make_reply(asks)
         updates = service.updates(asks, body.timeout_s)
         held = stack.pop_all()
@@ -137,9 +135,10 @@ async def _answer(
     return Response(orjson.dumps(whole), media_type="application/json")
 
 
-def _echoed(service: Service, prompt: Prompt, stream: Stream) -> str:
-    return prompt if isinstance(prompt, str) else service.engine.text.decode(list(stream.prompt_token_ids))
+def _abort(asks: Sequence[Ask]) -> None:
+    for ask in asks:
+        ask.stream.abort()
 
 
-def _replace(params: SamplingParams, **changes: Any) -> SamplingParams:
-    return SamplingParams(**{name: getattr(params, name) for name in params.__slots__} | changes)
+def _echoed(service: Service, prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else service.engine.text.decode(list(prompt))

@@ -9,7 +9,6 @@ from starlette.responses import Response
 from tandem import __version__
 from tandem.errors import EngineDeadError, RequestError
 from tandem.serve.failure import read_json
-from tandem.serve.messages import normalise
 from tandem.serve.schema import DetokenizeRequest, TokenizeRequest
 from tandem.serve.service import Service
 
@@ -23,7 +22,7 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     if service.engine.error is not None:
         raise service.engine.error
-    stalled_s = service.stalled_s()
+    stalled_s = service.engine.stalled_s
     if stalled_s > service.stall_s:
         raise EngineDeadError(f"the engine's step has not come back for {stalled_s:.1f} s.")
     return answer({"status": "ok"})
@@ -75,9 +74,9 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("give either prompt or messages.", param="prompt")
     if body.messages is not None:
         add = body.add_generation_prompt is not False
-        tokens = await service.engine.encode_chat(normalise(body.messages), add_generation_prompt=add)
+        tokens = await service.engine.encode_chat(body.messages, add_generation_prompt=add)
     else:
-        tokens = await service.engine.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        tokens = await service.engine.encode(body.prompt or "", body.add_special_tokens is not False)
     shown: dict[str, Any] = {
         "tokens": list(tokens), "count": len(tokens), "max_model_len": service.engine.card.max_length,
     }  # fmt: skip

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,9 @@ class Service:
             self.num_requests -= 1
             self.num_tokens -= num_tokens
 
-    async def updates(self, asks: Sequence[Ask], deadline_s: float | None = None) -> AsyncIterator[tuple[Ask, Update]]:
+    async def updates(
+        self, asks: Sequence[Ask], deadline_s: float | None = None
+    ) -> AsyncGenerator[tuple[Ask, Update], None]:
         """All updates of all asks as they come. However it ends, every stream is at its end or aborted then.
 
         Raises what a stream raises; 504 behind the deadline; 503 if the queue wait is over before a first token.
@@ -126,11 +128,11 @@ class Service:
             return HttpError(f"no token came within {self.queue.wait_s:g} s of waiting.", code="queue_timeout")
         return HttpError(f"the request's time of {limit_s:g} s is over.", code="deadline_exceeded")
 
-    async def _alone(self, ask: Ask) -> AsyncIterator[tuple[Ask, Update]]:
+    async def _alone(self, ask: Ask) -> AsyncGenerator[tuple[Ask, Update], None]:
         async for update in ask.stream:
             yield ask, update
 
-    async def _merged(self, asks: Sequence[Ask]) -> AsyncIterator[tuple[Ask, Update]]:
+    async def _merged(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[Ask, Update], None]:
         queue: asyncio.Queue[tuple[Ask, Update] | BaseException | None] = asyncio.Queue()
 
         async def drain(ask: Ask) -> None:
@@ -162,10 +164,6 @@ class Service:
         self.ended_by = reason
         for stream in tuple(self.streams):
             stream.abort()
-
-    def stalled_s(self) -> float:
-        """How long the engine has had work without a sign of progress; 0 when it is idle."""
-        return time.perf_counter() - self.engine.heard_s if self.streams else 0.0
 
     def statistics(self) -> dict[str, Any]:
         return {"requests": self.num_requests, "prompt_tokens": self.num_tokens, "draining": self.draining}
