@@ -1,29 +1,106 @@
-"""One set of weights, kernels and cache on which several planners are measured. It knows build, not what it builds.
+"""One set of weights, kernels and cache on which several planners are measured in turn.
 
-Bed.open(settings) ─► runner (depth 3) ─► run("static" | depth 1 | depth 2 | depth 3)
+It knows build, not its insides.
+
+Bed(settings, batch) ─► a runner ─► static │ synchronous (depth 1) │ tandem (depth 2) │ …
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
-from tandem.bench.drive import RecordingMailbox
-from tandem.engine.build import make_loop
+from tandem.bench.drive import Run, SharedRunner, drive, requests_of
+from tandem.bench.static_planner import StaticPlanner
+from tandem.bench.workload import Asked, Workload
+from tandem.engine.build import Built, build
+from tandem.observer import Observer
+from tandem.plan import Planner
 from tandem.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+STATIC = 0
+NAMES = {
+    STATIC: "static",
+    1: "synchronous (depth 1)",
+    2: "tandem (depth 2)",
+    3: "tandem (depth 3)",
+    4: "tandem (depth 4)",
+}
 
 
 class Bed:
-    """A runner that serves one planner after another.
+    """Builds a runner that serves one planner after another; gives it back at the end of a ``with`` block.
 
-    batch   most requests in a step of continuous batching, and the size of a static batch; the runner has twice as
-            many rows, since static batching computes the padding of a prompt in a row of its own.
+    batch   most requests in a step of continuous batching, and the size of a static batch.
+    padded  the runner gets twice as many rows: static batching computes prompts' padding in rows of its own.
+    depth   the most that will be asked for.
     """
 
-    def __init__(self, settings: Mapping[str, Any], batch: int, *, depth: int = 2, on_phase: Callable[[str], None] = lambda text: None) -> None:  # fmt: skip  # noqa: E501
-        chosen = {"max_batch_tokens": max(512, 2 * batch), **settings}
-        chosen |= {"max_num_seqs": 2 * batch, "prefix_cache": False, "depth": depth}
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        batch: int,
+        *,
+        padded: bool = True,
+        depth: int = 2,
+        on_phase: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        rows = 2 * batch if padded else batch
+        chosen = {**settings, "max_num_seqs": rows, "prefix_cache": False, "depth": depth}
+        budget = chosen.get("max_batch_tokens")
+        if budget is not None:
+            chosen["max_batch_tokens"] = max(int(budget), rows)
         self.batch = batch
-        loop, self.card = make_loop(chosen, RecordingMailbox([]), on_phase)
-        self._runner = loop.runner
+        self.built: Built = build(chosen, on_phase)
         self._taken: set[int] = set()
+
+    @property
+    def num_logits(self) -> int:
+        return self.built.runner.facts.num_logits
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.built.resolved.as_dict()
+
+    def run(
+        self, depth: int, workload: Workload, *, batch: int | None = None, params: SamplingParams = GREEDY,
+        eos: Sequence[int] = (), observers: Sequence[Observer] = (),
+    ) -> Run:  # fmt: skip
+        """Run a workload: depth 0 is static batching, else continuous batching with so many steps in flight."""
+        planner = self._planner(depth, min(batch or self.batch, self.batch))
+        shared = SharedRunner(self.built.runner, max(depth, 1), self._taken)
+        try:
+            return drive(NAMES[depth], planner, shared, requests_of(workload, params, eos), observers)
+        finally:
+            self._taken = shared.taken
+
+    def warm(self, workload: Workload, depth: int = 1, num_steps: int = 4) -> None:
+        """Run the prompts with short answers, of different lengths so that the batch shrinks by and by."""
+        count = len(workload.asked)
+        asked = tuple(
+            Asked(a.prompt, max(1, min(a.max_tokens, 2 + i * num_steps // count))) for i, a in enumerate(workload.asked)
+        )
+        self.run(depth, Workload("warm-up", asked))
+
+    def _planner(self, depth: int, batch: int) -> Planner:
+        settings, facts = self.built.resolved.settings, self.built.runner.facts
+        if depth == STATIC:
+            return StaticPlanner(
+                batch, num_blocks=facts.num_blocks, block_size=settings.block_size, num_rows=facts.num_rows,
+                max_length=settings.max_model_len or facts.max_length, max_tokens=settings.max_batch_tokens or batch,
+            )  # fmt: skip
+        narrow = dataclasses.replace(settings, max_num_seqs=batch)
+        resolved = dataclasses.replace(self.built.resolved, settings=narrow)
+        return dataclasses.replace(self.built, resolved=resolved).scheduler()
+
+    def close(self) -> None:
+        self.built.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

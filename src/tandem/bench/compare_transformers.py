@@ -8,7 +8,7 @@ import logging
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tandem.bench.drive import Record, Run
 from tandem.bench.workload import Workload
@@ -88,8 +88,8 @@ class Transformers:
     def _generation(self, max_new_tokens: int, ignore_eos: bool) -> Any:
         from transformers import GenerationConfig
 
-        own = self._model.generation_config
-        return GenerationConfig(
+        own, make = self._model.generation_config, cast(Any, GenerationConfig)
+        return make(
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=own.pad_token_id,

@@ -99,9 +99,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, kind, default, text in SAMPLING:
         metavar = {int: "N", float: "X"}[kind]
         group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given again"
-    )
+    text = "end the answer before this text; may be given again"
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
     group.add_argument("--ignore-eos", action="store_true", help="go on behind the model's own end")
 
 

@@ -24,8 +24,9 @@ from tandem.observe.requests import RequestLedger
 from tandem.observe.timeline import Timeline
 from tandem.observe.trace_file import events
 from tandem.observer import Observer
-from tandem.runner.contract import Runner
+from tandem.runner.contract import Runner, RunnerFacts
 from tandem.schedule.scheduler import Scheduler
+from tandem.weights.pull import pull as pull  # for the command line, which may not reach into weights
 from tandem.weights.source import ModelSource, locate
 
 OnPhase = Callable[[str], None]
@@ -140,6 +141,27 @@ def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda tex
         raise
     phases_s |= {f"runner: {name}": seconds for name, seconds in runner.facts.phases_s.items()}
     return Built(source, spec, shape, resolved, runner, phases_s)
+
+
+def describe(
+    settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda text: None
+) -> tuple[Resolved, list[str]]:
+    """The settings as ``build`` would resolve them, and the start banner, without loading or fetching weights.
+
+    On cuda the runner measures memory when it is built; until then the KV cache is an estimate.
+    """
+    if not isinstance(settings, Settings):
+        settings = Settings.from_dict(dict(settings))
+    device = settings.device or best_device()
+    bare = dataclasses.replace(settings, load_format="random") if settings.load_format == "auto" else settings
+    source = _locate(bare, device, on_phase)
+    _, shape = _shape(source, device)
+    resolved = sizing.fit_cache(settings.resolve(_facts(shape, device)), shape)
+    num_blocks = (resolved.settings.kv_cache_memory or 0) // sizing.block_bytes_of(resolved.settings, shape)
+    resolved = sizing.fit_length(resolved, num_blocks)
+    chosen = resolved.settings
+    facts = RunnerFacts(num_blocks, chosen.max_num_seqs or 1, shape.num_logits, chosen.max_model_len or 1)
+    return resolved, sizing.banner(source.name, resolved, shape, facts)
 
 
 def best_device() -> str:

@@ -1,0 +1,56 @@
+"""How fast this device copies its own memory, and how many bytes a decode step must move. It runs no model.
+
+floor of a step = (weights once + each cached token once) / the bandwidth that a copy reaches
+"""
+
+import time
+from typing import Any
+
+from tandem.engine.build import Built
+
+GPU_BYTES, CPU_BYTES = 1 << 30, 1 << 27
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def copy_bandwidth(device: str, repeats: int = 20) -> float:
+    """Bytes a second, read and written both counted: the best of repeats copies between two large buffers."""
+    if device == "null":
+        return float("inf")
+    import torch
+
+    size = GPU_BYTES if device == "cuda" else CPU_BYTES
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(repeats):
+        best_s = min(best_s, _time_on_gpu(torch, source, target) if device == "cuda" else _time_copy(source, target))
+    return 2.0 * size / best_s
+
+
+def _time_copy(source: Any, target: Any) -> float:
+    began_s = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - began_s
+
+
+def _time_on_gpu(torch: Any, source: Any, target: Any) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    target.copy_(source)
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+def step_bytes(built: Built, batch: int, context: float) -> float:
+    """Bytes that a decode step of batch requests with so many cached tokens each must read.
+
+    An untied input embedding is not read as a whole, so it does not count; nor do experts' weights count once a token.
+    """
+    spec = built.spec
+    if spec is None:
+        return 0.0
+    parameters: int = spec.num_parameters - (0 if spec.tied else spec.num_logits * spec.hidden_size)
+    each = DTYPE_BYTES[built.resolved.settings.dtype or "float32"]
+    cache = batch * context * built.shape.kv_elements_per_token * each
+    return parameters * each + cache
