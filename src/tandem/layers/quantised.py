@@ -36,7 +36,7 @@ class Int8Linear(Linear):
         scales_T1 = torch.linalg.vector_norm(x_TI, float("inf"), dim=-1, keepdim=True, dtype=torch.float32)
         scales_T1 = scales_T1.mul_(1.0 / 127.0).clamp_min_(1e-12)
         codes_TI = (x_TI / scales_T1).round_().to(torch.int8)
-        y_TO = (torch._int_mm(codes_TI, self.codes_OI.t()) * scales_T1).mul_(self.scales_O)
+        y_TO: Tensor = (torch._int_mm(codes_TI, self.codes_OI.t()) * scales_T1).mul_(self.scales_O)
         if self.bias is not None:
             y_TO += self.bias
         return y_TO.to(x_TI.dtype)
@@ -78,7 +78,7 @@ def int4_codes(tensor_OI: Tensor) -> tuple[Tensor, Tensor]:
     A group whose values are whole multiples of its extreme / 8 (what Q4_0 stores) is symmetric, with offset 0;
     any other spans its minimum to its maximum (what Q4_1 stores).
     """
-    groups_OGI = tensor_OI.unflatten(1, (-1, GROUP))
+    groups_OGI = tensor_OI.reshape(len(tensor_OI), -1, GROUP)
     low_OG1, high_OG1 = groups_OGI.aminmax(dim=-1, keepdim=True)
     extreme_OG1 = torch.where(high_OG1 > -low_OG1, high_OG1, low_OG1)
     step_OG1 = _nonzero(extreme_OG1 / -8.0)

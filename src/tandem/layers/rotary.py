@@ -130,10 +130,11 @@ def frequencies(spec: RopeSpec, length: int) -> Tensor:
 
 def _dynamic(spec: RopeSpec, exponents_d: Tensor, length: int) -> Tensor:
     """NTK-aware scaling of the base (bloc97, emozilla 2023) by the sequence length at which a position appears."""
-    lengths_L = torch.arange(1, length + 1, dtype=torch.float64).clamp(min=spec.trained_length)
+    lengths_L = torch.arange(1, length + 1, dtype=torch.float32).clamp(min=spec.trained_length)
     growth_L = spec.factor * lengths_L / spec.trained_length - (spec.factor - 1.0)
-    bases_L = spec.theta * growth_L ** (spec.head_dim / (spec.head_dim - 2))
-    return (1.0 / bases_L[:, None] ** exponents_d.double()).float()
+    # The power in float64, then rounded: a vectorised float32 one is off by a unit here and there.
+    bases_L = spec.theta * (growth_L.double() ** (spec.head_dim / (spec.head_dim - 2))).float()
+    return 1.0 / bases_L[:, None] ** exponents_d
 
 
 def _llama3(spec: RopeSpec, plain_d: Tensor) -> Tensor:

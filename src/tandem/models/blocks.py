@@ -31,7 +31,9 @@ class Block(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.spec = spec
-        self.norms = nn.ModuleList([RMSNorm(spec.hidden_size, spec.norm_eps, device) for _ in self.norm_names])
+        # A plain list beside the registered one: indexing a ModuleList costs as much as a small kernel.
+        self.norms = [RMSNorm(spec.hidden_size, spec.norm_eps, device) for _ in self.norm_names]
+        self.registered_norms = nn.ModuleList(self.norms)
         self.attention = Attention(
             spec.hidden_size, spec.attention_shape(layer), cos_sin_LD, qkv_bias=spec.attention_bias,
             output_bias=spec.output_bias, qk_norm=spec.qk_norm, eps=spec.norm_eps, scheme=scheme, dtype=dtype,
