@@ -24,6 +24,7 @@ class Detokenizer:
     decoder also spoils valid characters in front of such a run, what has left is not taken back.
 
     visible_bytes   id → the bytes it adds to the text (none for special tokens that are skipped).
+    concatenates    the tokenizer is byte-level: whole characters decode alike in any company, so no context is kept.
     """
 
     def __init__(
@@ -32,19 +33,22 @@ class Detokenizer:
         visible_bytes: Callable[[int], bytes],
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        concatenates: bool = False,
     ) -> None:
-        self._decode = tokenizer.decode
+        self._decode: Callable[[list[int], bool], str] = tokenizer.decode
         self._visible_bytes = visible_bytes
         self._skip = skip_special_tokens
+        self._concatenates = concatenates
         self._ids, self._prefix = self._context_of(prompt_ids)
         self._num_read = len(self._ids)
 
     def push(self, token: int) -> str:
         """The characters that became final with this token, often none."""
-        if not self._visible_bytes(token):
-            return ""
         self._ids.append(token)
-        text = self._decode(self._ids, skip_special_tokens=self._skip)
+        text = self._decode(self._ids, self._skip)
+        if text == self._prefix and not self._visible_bytes(token):
+            self._ids.pop()  # special or unknown: without a trace, however many come
+            return ""
         if text.endswith(REPLACEMENT) and self._may_be_completed():
             return ""
         return self._advance(text)
@@ -53,12 +57,15 @@ class Detokenizer:
         """What was held back, as it stands: an unfinished character becomes U+FFFD. A second call gives nothing."""
         if self._num_read == len(self._ids):
             return ""
-        return self._advance(self._decode(self._ids, skip_special_tokens=self._skip))
+        return self._advance(self._decode(self._ids, self._skip))
 
     def _advance(self, text: str) -> str:
         new = self._beyond_prefix(text)
+        if self._concatenates:
+            self._ids, self._prefix, self._num_read = [], "", 0
+            return new
         pending = self._ids[self._num_read :]
-        prefix = self._decode(pending, skip_special_tokens=self._skip)
+        prefix = self._decode(pending, self._skip)
         if prefix:
             # Ids without text of their own (a lone space at the front) must not become the whole context: the next
             # word would be taken for the first, and its space be cut off.
@@ -75,7 +82,7 @@ class Detokenizer:
         whole = self._prefix.rstrip(REPLACEMENT)
         if text.startswith(whole):
             return text[len(whole) :]
-        return str(self._decode(self._ids[self._num_read :], skip_special_tokens=self._skip))
+        return self._decode(self._ids[self._num_read :], self._skip)
 
     def _may_be_completed(self) -> bool:
         """Whether the last bytes are the beginning of a character: at most three, so at most the last few ids."""
@@ -91,7 +98,9 @@ class Detokenizer:
         num_ids = min(_FIRST_CONTEXT, len(prompt_ids))
         while True:
             ids = list(prompt_ids[len(prompt_ids) - num_ids :])
-            text = self._decode(ids, skip_special_tokens=self._skip)
+            text = self._decode(ids, self._skip)
+            if self._concatenates and not text.endswith(REPLACEMENT):
+                return [], ""
             if num_ids == len(prompt_ids) or (text and not text.startswith(REPLACEMENT)):
                 return ids, text
             num_ids = min(2 * num_ids, len(prompt_ids))

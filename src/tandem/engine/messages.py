@@ -37,6 +37,8 @@ def checked_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: bo
         calls = message.get("tool_calls")
         copy = {**message, "role": role, "content": _text_of(message, where)}
         if calls:
+            if not isinstance(calls, list | tuple):
+                raise RequestError(f"{where}.tool_calls must be a list.", param="messages")
             copy["tool_calls"] = [_with_parsed_arguments(call, where) for call in calls]
         plain.append(copy)
     return plain
