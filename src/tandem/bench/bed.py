@@ -14,6 +14,7 @@ from tandem.bench.drive import Run, SharedRunner, drive, requests_of
 from tandem.bench.static_planner import StaticPlanner
 from tandem.bench.workload import Asked, Workload
 from tandem.engine.build import Built, build
+from tandem.engine.sizing import num_known_ids
 from tandem.observer import Observer
 from tandem.plan import Planner
 from tandem.request import SamplingParams
@@ -58,6 +59,11 @@ class Bed:
     @property
     def num_logits(self) -> int:
         return self.built.runner.facts.num_logits
+
+    @property
+    def num_known(self) -> int:
+        """Ids that random prompts may use: those that the tokenizer knows, or all if there is none."""
+        return num_known_ids(self.built.source.tokenizer_json) or self.num_logits
 
     @property
     def settings(self) -> dict[str, Any]:

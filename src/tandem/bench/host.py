@@ -6,18 +6,20 @@ shown as "device", not as submit.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tandem.bench.drive import SharedRunner
+from tandem.engine.build import build
 from tandem.engine.contract import Add, Mail
 from tandem.engine.loop import Loop
+from tandem.engine.null_model import KV_ELEMENTS
 from tandem.errors import TandemError
 from tandem.observe.metrics import Metrics
 from tandem.observe.requests import RequestLedger
 from tandem.observe.timeline import Timeline
 from tandem.observer import Observer
-from tandem.plan import Planner, StepPlan
+from tandem.plan import StepPlan
 from tandem.request import Change, Request, SamplingParams
 
 PROMPT = 16
@@ -79,13 +81,16 @@ class _TimedRunner(SharedRunner):
 
 
 def measure_host(
-    make: Callable[[int, int], tuple[Planner, Any]], batch: int, waiting: int, *, num_steps: int = 300, depth: int = 2
-) -> HostFigure:
-    """Decode batch requests for num_steps steps while waiting more stand in the queue.
-
-    make(batch, waiting)   gives a fresh planner with batch rows and room for the waiting, and a null runner.
-    """
-    planner, runner = make(batch, waiting)
+    settings: Mapping[str, Any], batch: int, waiting: int, *, num_steps: int = 300, depth: int = 2
+) -> tuple[HostFigure, dict[str, Any]]:
+    """Decode batch requests for num_steps steps while waiting more stand in the queue; also the settings in force."""
+    chosen = {
+        **settings, "device": "null", "max_num_seqs": batch, "max_waiting": batch + waiting + 1, "depth": depth,
+        "max_model_len": PROMPT + MAX_TOKENS, "kv_cache_memory": batch * (PROMPT + MAX_TOKENS + 16) * KV_ELEMENTS * 4,
+        "max_batch_tokens": max(8192, batch),
+    }  # fmt: skip
+    built = build(chosen)
+    planner, runner = built.scheduler(), built.runner
     timed, mailbox, timeline = _TimedRunner(runner, depth), _CountingMailbox(), Timeline(depth, capacity=num_steps)
     loop = Loop(planner, timed, mailbox, observers=[timeline])
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -112,10 +117,11 @@ def measure_host(
     }
     totals = [sum(values) for values in zip(*parts.values(), strict=False)]
     median = {name: _rank(values, 0.5) * 1e6 for name, values in parts.items()}
-    return HostFigure(
+    figure = HostFigure(
         batch, waiting, median["plan"], median["submit"], median["collect"], median["settle"],
         _rank(totals, 0.5) * 1e6, _rank(totals, 0.99) * 1e6, _observers_us(batch), _rank(timed.took_s, 0.5) * 1e6,
     )  # fmt: skip
+    return figure, built.resolved.as_dict()
 
 
 def _is_decode(timeline: Timeline, batch: int) -> bool:
