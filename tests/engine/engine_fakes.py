@@ -152,3 +152,26 @@ def make_fake_loop(settings: dict, mailbox: Mailbox, on_phase: Callable[[str], N
         "reload": Errand(reload, drains=True), "weights": Errand(lambda _: runner.weights),
     })  # fmt: skip
     return loop, fake_card()
+
+
+def make_null_loop(options: dict, mailbox: Mailbox, on_phase: Callable[[str], None] = lambda text: None):
+    """As build.make_loop, with the scheduler and the checking null runner. options: depth, num_blocks, num_rows,
+    step_time, script (text that every request says), raise_at, hang_at."""
+    from tandem.engine.null_model import NUM_SPECIAL, byte_tokenizer_json
+    from tandem.runner.null import Faults, NullRunner
+    from tandem.schedule.scheduler import Scheduler
+
+    num_blocks, num_rows, depth = options.get("num_blocks", 256), options.get("num_rows", 32), options.get("depth", 2)
+    num_logits, script = 256 + NUM_SPECIAL, options.get("script")
+    if script is not None:
+        from tandem.engine.text import Text
+
+        script = Text(byte_tokenizer_json()).encode(script)
+    faults = Faults(raise_at=options.get("raise_at"), hang_at=options.get("hang_at"))
+    runner = NullRunner(
+        num_blocks, 16, num_rows, num_logits, 4096, depth=depth, script=script, faults=faults,
+        step_time=options.get("step_time", 0.0), verify=options.get("verify", True),
+    )  # fmt: skip
+    planner = Scheduler(num_blocks, 16, num_rows, options.get("budget", 64), 4096)
+    loop = Loop(planner, runner, mailbox, errands={"check": Errand(lambda _: planner.check(), drains=True)})
+    return loop, fake_card(num_logits=num_logits, num_blocks=num_blocks)

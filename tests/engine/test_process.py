@@ -51,7 +51,13 @@ class Waiting(Collector):
 
 
 def start(listener=None, on_phase=None, **settings) -> ProcessHost:
-    return ProcessHost(settings, listener or Waiting(), on_phase, make=MAKE)
+    host = ProcessHost(settings, listener or Waiting(), on_phase, make=MAKE)
+    try:
+        host.ready.result(20)
+    except BaseException:
+        host.close()
+        raise
+    return host
 
 
 def test_everything_survives_the_wire() -> None:
@@ -80,7 +86,7 @@ def test_a_thousand_requests_cross_and_come_back() -> None:
     listener, phases = Waiting(), []
     host = start(listener, phases.append)
     try:
-        assert isinstance(host.card, Card) and phases == ["pretending to load"]
+        assert isinstance(host.ready.result(0), Card) and phases == ["pretending to load"]
         for number in range(1000):
             host.send(ask(f"r{number}", [3 + number % 200, number % 7], 1 + number % 9))
             if number % 10 == 3:
@@ -194,6 +200,7 @@ from engine_fakes import made_up
 from test_loop import Collector, ask
 from tandem.engine.process import ProcessHost
 host = ProcessHost({{"step_s": 0.01, **{settings!r}}}, Collector(), make="engine_fakes:make_fake_loop")
+host.ready.result()
 host.send(ask("a", [5], 4000))
 print(host.pid, flush=True)
 time.sleep(60)

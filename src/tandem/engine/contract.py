@@ -108,9 +108,12 @@ class Card:
 
 
 class Host(Protocol):
-    """Where a loop runs: a thread of this process, or a process of its own. Any thread may call it."""
+    """Where a loop runs: a thread of this process, or a process of its own. Any thread may call it.
 
-    card: Card
+    ready   the card, once the loop is built; or the error that start-up met.
+    """
+
+    ready: "Future[Card]"
 
     @property
     def error(self) -> TandemError | None:

@@ -75,13 +75,17 @@ class FrontEnd:
         return len(self._answers)
 
     def prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "",
-        arrival_s: float | None = None,
+        self, prompt: str | Sequence[int], params: SamplingParams, *, tokens: list[int] | None = None,
+        priority: int = 0, salt: str = "", arrival_s: float | None = None,
     ) -> Job:  # fmt: skip
-        """Encode and check. Raises RequestError. The ids made here are the engine's own: no client's name enters."""
+        """Encode and check. Raises RequestError. The ids made here are the engine's own: no client's name enters.
+
+        tokens   the prompt's ids, if it has been encoded already.
+        """
         arrival_s = time.perf_counter() if arrival_s is None else arrival_s
         text = prompt if isinstance(prompt, str) else None
-        tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        if tokens is None:
+            tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
         if params.stop and self.card.tokenizer_json is None:
             raise RequestError("stop strings need a tokenizer; this model has none.", param="stop")
         if params.top_k >= self.card.num_logits:
@@ -110,7 +114,17 @@ class FrontEnd:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> list[int]:
         """Token ids of a conversation, by the model's template; options as ChatTemplate.render. Raises RequestError."""
-        return self.encode(render_chat(self._template, messages, tools, **options), add_special_tokens=False)
+        return self.encode(self.render(messages, tools, **options), add_special_tokens=False)
+
+    async def encode_async(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
+        """As encode; a long text is encoded in a thread."""
+        if self.card.tokenizer_json is None:
+            return self.encode(prompt)  # which refuses
+        return await self.text.encode_async(prompt, add_special_tokens, max_tokens=self.card.max_length)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> str:
+        """The text of a conversation, by the model's template. Raises RequestError."""
+        return render_chat(self._template, messages, tools, **options)
 
     def open(self, job: Job, sink: Sink) -> None:
         """Hand a job over. Raises EngineDeadError, or RequestError if it cannot cross; nothing is kept then."""

@@ -16,25 +16,24 @@ MakeLoop = Callable[[Mailbox], tuple[Loop, Card]]
 class ThreadHost:
     """Builds a loop with ``make`` and runs it, both on one thread, which ends with ``close`` or the engine's death.
 
-    Raises what ``make`` raises.
+    ``ready`` raises what ``make`` raises.
     """
 
     def __init__(self, make: MakeLoop, listener: Listener) -> None:
         self._mailbox = LocalMailbox(listener)
         self._loop: Loop | None = None
         self._closed = False
-        ready: Future[Card] = Future()
-        self._thread = threading.Thread(target=self._run, args=(make, ready), name="tandem-loop", daemon=True)
+        self.ready: Future[Card] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make,), name="tandem-loop", daemon=True)
         self._thread.start()
-        self.card = ready.result()
 
-    def _run(self, make: MakeLoop, ready: "Future[Card]") -> None:
+    def _run(self, make: MakeLoop) -> None:
         try:
             self._loop, card = make(self._mailbox)
         except BaseException as error:
-            ready.set_exception(error)
+            self.ready.set_exception(error)
             return
-        ready.set_result(card)
+        self.ready.set_result(card)
         self._loop.run()
 
     @property

@@ -44,14 +44,12 @@ BOOTSTRAP = (
 
 
 class ProcessHost:
-    """Starts the child and talks to it. Raises what the child's start raises, as the same TandemError.
+    """Starts the child and talks to it. ``ready`` raises what the child's start raises, as the same TandemError.
 
     settings   fields of config.Settings, as the user set them.
     on_phase   told how start-up proceeds, on another thread.
     make       "module:function" that builds the loop in the child.
     """
-
-    card: Card
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class ProcessHost:
         self._closing = self._ended = False
         self._statistics: dict[str, Any] = {}
         self._heard_s = time.perf_counter()
-        self._ready: Future[Card] = Future()
+        self.ready: Future[Card] = Future()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="tandem-")
         self._context = zmq.Context()
@@ -80,11 +78,6 @@ class ProcessHost:
         # The thread that starts the child must live as long as the child may: PR_SET_PDEATHSIG watches the thread.
         self._thread = threading.Thread(target=self._run, name="tandem-news", daemon=True)
         self._thread.start()
-        try:
-            self.card = self._ready.result()
-        except BaseException:
-            self.close(timeout_s=0.0)
-            raise
 
     @property
     def pid(self) -> int | None:
@@ -202,7 +195,7 @@ class ProcessHost:
         elif isinstance(news, wire.AnswerNews):
             self._calls.answer(news.number, news.value, wire.error_of(news.fault))
         elif isinstance(news, wire.ReadyNews):
-            self._ready.set_result(news.card)
+            self.ready.set_result(news.card)
         elif isinstance(news, wire.PhaseNews):
             shutil.rmtree(self._folder, ignore_errors=True)
             if self._on_phase is not None and news.text != "connected":
@@ -224,8 +217,8 @@ class ProcessHost:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._calls.end(error)
-        if not self._ready.done():
-            self._ready.set_exception(error or EngineDeadError("the engine was closed while it started."))
+        if not self.ready.done():
+            self.ready.set_exception(error or EngineDeadError("the engine was closed while it started."))
         else:
             self._listener.stopped(error)
 

@@ -1,0 +1,192 @@
+"""AsyncEngine: requests in, async streams out, over a loop in a process of its own or on a thread of this one.
+
+It knows event loops; it knows neither HTTP nor how a step is computed. Everything but encoding long texts happens on
+the event loop that started it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tandem.config import Settings
+from tandem.engine.contract import Card, Host
+from tandem.engine.frontend import FrontEnd
+from tandem.engine.hosting import settings_of, start_host
+from tandem.engine.process import MAKE
+from tandem.engine.streams import AsyncStream
+from tandem.errors import EngineDeadError, TandemError
+from tandem.request import Change, SamplingParams
+
+DRAIN_POLL_S = 0.01
+
+
+class _Relay:
+    """The host's listener: moves news from the host's thread to the event loop, one callback a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.front: FrontEnd | None = None
+
+    def news(self, changes: Sequence[Change]) -> None:
+        self._post(lambda front: front.news(changes))
+
+    def stopped(self, error: TandemError | None) -> None:
+        self._post(lambda front: front.stopped(error))
+
+    def _post(self, tell: Callable[[FrontEnd], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._tell, tell)
+
+    def _tell(self, tell: Callable[[FrontEnd], None]) -> None:
+        if self.front is not None:
+            tell(self.front)
+
+
+class AsyncEngine:
+    """contract.Engine. Make one with ``await AsyncEngine.start(...)``; use it on that event loop.
+
+        async with await AsyncEngine.start("Qwen/Qwen3-0.6B") as engine:
+            async for update in await engine.submit("Hello", SamplingParams(max_tokens=32)):
+                print(update.text, end="")
+
+    card   what the engine is: name, limits, tokenizer, settings, banner.
+    text   its tokenizer.
+    """
+
+    def __init__(self, host: Host, front: FrontEnd) -> None:
+        self._host, self._front = host, front
+        self.card: Card = front.card
+        self.text = front.text
+        self.max_length, self.num_logits = self.card.max_length, self.card.num_logits
+        self._busy_s = time.perf_counter()
+        self._closing = False
+
+    @classmethod
+    async def start(
+        cls, settings: Settings | str | None = None, *, in_process: bool = False,
+        on_phase: Callable[[str], None] | None = None, make: str = MAKE, options: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> "AsyncEngine":  # fmt: skip
+        """Build an engine and wait until it is ready. Cancelling ends the start and leaves no process.
+
+        settings     a Settings, or a model's name with single settings by name; None: the embedded model.
+        in_process   run the loop on a thread of this process, not in one of its own.
+        on_phase     told on the event loop what start-up is doing, one line at a time.
+        make, options   see hosting.start_host.
+        Raises SettingError, ModelError, WeightsError, DownloadError, DeviceMemoryError as if built here.
+        """
+        loop = asyncio.get_running_loop()
+        relay = _Relay(loop)
+        phase = None if on_phase is None else (lambda text: _soon(loop, on_phase, text))
+        host = start_host(
+            settings_of(settings, fields), relay, in_process=in_process, on_phase=phase, make=make, options=options
+        )
+        try:
+            card = await asyncio.shield(asyncio.wrap_future(host.ready))
+            relay.front = await asyncio.to_thread(FrontEnd, card, host.send)
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(host.close, 0.0))
+            raise
+        return cls(host, relay.front)
+
+    async def submit(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
+    ) -> AsyncStream:
+        """Encode, check, expand n, hand over; see contract.Engine.
+
+        Raises RequestError for what cannot be honoured, EngineDeadError once the engine has stopped. Ids inside are
+        the engine's own, so two clients can never name the same request.
+        """
+        arrival_s = time.perf_counter()
+        self._require_open()
+        tokens = await self._front.encode_async(prompt) if isinstance(prompt, str) else None
+        job = self._front.prepare(
+            prompt, params or SamplingParams(), tokens=tokens, priority=priority, salt=salt, arrival_s=arrival_s
+        )
+        self._require_open()
+        if not self._front.num_live:
+            self._busy_s = time.perf_counter()
+        stream = AsyncStream(job, self._front.abort)
+        self._front.open(job, stream)
+        return stream
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; long ones are encoded in a thread. Raises RequestError."""
+        return await self._front.encode_async(text, add_special_tokens)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, for ``submit``; options as chat.ChatTemplate.render. Raises RequestError.
+
+        The template is rendered in a thread: it is the model author's code and may be slow.
+        """
+        text = await asyncio.to_thread(self._front.render, messages, tools, **options)
+        return await self._front.encode_async(text, add_special_tokens=False)
+
+    async def update_weights(self, source: str) -> None:
+        """Replace the weights by those of another model of the same shape: a folder, a hub id or a .gguf file.
+
+        Requests that run finish on the old weights; those that come later wait and run on the new ones; the prefix
+        cache is emptied between. No answer mixes both. If the new weights do not fit, the old ones go on working and
+        the error is raised.
+        """
+        await self.call("reload", source)
+
+    async def call(self, name: str, argument: str = "") -> Any:
+        """Ask the loop for something between two steps: "metrics", "timeline", "trace", "account", "check"."""
+        return await asyncio.wrap_future(self._host.call(name, argument))
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters and gauges of loop, planner and cache as the engine last reported them (every 0.25 s and when it
+        comes to rest), and the front end's own "open" answers."""
+        return {**self._host.statistics, "open": self._front.num_live}
+
+    @property
+    def error(self) -> TandemError | None:
+        return self._host.error
+
+    @property
+    def heard_s(self) -> float:
+        """time.perf_counter of the last sign of progress, or of when there began to be work."""
+        return max(self._host.heard_s, self._busy_s)
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the engine has had work without a sign of progress; 0 when it has none.
+
+        A step that never returns shows here and nowhere else.
+        """
+        return time.perf_counter() - self.heard_s if self._front.num_live else 0.0
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """See contract.Engine. Streams that are not done by then raise EngineDeadError. Idempotent."""
+        self._closing = True
+        deadline_s = time.perf_counter() + drain_s
+        while self._front.num_live and self.error is None and time.perf_counter() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._front.stopped(self.error)
+        await asyncio.shield(asyncio.to_thread(self._host.close))
+        self.text.close()
+
+    def _require_open(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError(self.error.what, hint=self.error.hint)
+        if self._closing:
+            raise EngineDeadError("the engine is closing and takes no more requests.")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _soon(loop: asyncio.AbstractEventLoop, on_phase: Callable[[str], None], text: str) -> None:
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(on_phase, text)
