@@ -225,7 +225,7 @@ def _scaled_module(stem: str, weight: Stored, scale: Stored, block_size: Any) ->
     def read() -> Tensor:
         return scaled_dense(weight.read(), scale.read().view(shape), block)
 
-    return _made(stem, weight.shape, weight.dtype, [weight, scale], read)
+    return _made(stem, weight.shape, f"{weight.dtype} scaled", [weight, scale], read)
 
 
 def _compressed(parts: _Parts, config: dict[str, Any]) -> list[Stored]:
