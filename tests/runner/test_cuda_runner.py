@@ -45,12 +45,6 @@ def make(model, **how):
     return CudaRunner(model, cache_of(model), ReferenceAttention(), EagerStreams(), **how)
 
 
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
 def prompt(i):
     return [(7 * i + 3 * j) % 89 for j in range(1 + (5 * i) % 23)]
 

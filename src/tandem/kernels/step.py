@@ -49,7 +49,7 @@ def advance_torch(
     """
     taken_S = rows_S >= 0
     positions_S.copy_(torch.where(taken_S, starts_S, 0))
-    ids_S.copy_(last_R[rows_S])
+    ids_S.copy_(torch.where(taken_S, last_R[rows_S], 0))
     slots_S.copy_(slots_of_torch(rows_S, positions_S, tables_RB, block_size))
     lengths_S.copy_(torch.where(taken_S, starts_S + 1, 0))
     tables_SB.copy_(tables_RB[:, : tables_SB.shape[1]][rows_S])

@@ -11,6 +11,7 @@ them on by itself. New blocks travel as differences; whoever joins or leaves, as
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.attention.contract import AttentionBackend, Batch, KVCache
+from tandem.config import Resolved
 from tandem.kernels.step import advance, finish, spread
 from tandem.plan import StepPlan, StepResult
 from tandem.runner.batch import Layout, Packed, Packer, num_single
@@ -73,6 +75,18 @@ class CudaRunner:
         self._num_submitted = self._num_collected = self._num_failed = 0
         self._path, self._windows = GREEDY, _windows(model.spec)
 
+    @classmethod
+    def create(cls, spec: Any, source: Any, resolved: Resolved, *, num_tokens: int | None = None) -> "CudaRunner":
+        """Load weights, size the cache, capture graphs. Raises WeightsError, ModelError, DeviceMemoryError."""
+        from tandem.runner.startup import start
+
+        return start(spec, source, resolved, num_tokens)
+
+    def add_notes(self, *notes: str) -> None:
+        """Lines for the start banner, known only once the runner stands."""
+        self.facts = replace(self.facts, notes=(*self.facts.notes, *notes))
+
+    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
         assert self._num_submitted - self._num_collected < self.depth, "more steps in flight than the depth"
         slot = self._slots[self._num_submitted % self.depth]
@@ -91,6 +105,7 @@ class CudaRunner:
         self._num_submitted += 1
         return Ticket(plan.step, slot.index)
 
+    @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepResult:
         slot = self._slots[ticket.slot]
         packed = slot.packed
@@ -266,6 +281,19 @@ class CudaRunner:
         self._streams.wait("compute", slot.moments.ready)
         return sent
 
+    @torch.inference_mode()
+    def reload(self, source: Any) -> None:
+        """Replace the weights. No step may be in flight; what the cache holds is stale then.
+
+        A load that fails changes nothing.
+        """
+        from tandem.runner.startup import reload
+
+        assert self._num_submitted == self._num_collected, "weights are replaced while a step is in flight"
+        reload(self._model, source)
+        self._streams.drain()
+
+    @torch.inference_mode()
     def warm_up(self, paths: Sequence[str], most_s: float) -> None:
         """Compile kernels and capture graphs, largest first, for at most so many seconds; the rest comes as needed."""
         bound = min(1024, max(SHORTEST_BOUND, 1 << (self.facts.max_length - 1).bit_length()))

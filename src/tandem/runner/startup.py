@@ -1,0 +1,176 @@
+"""From a model's source to a GPU runner: load, measure, size the cache, capture. It knows settings; not who asks.
+
+load weights ─► run the largest step once, measured ─► the KV cache gets the rest ─► compile and capture
+"""
+
+import time
+from typing import Any, cast
+
+import torch
+
+from tandem.attention.choice import attention_backend
+from tandem.attention.contract import AttentionBackend, Batch, KVCache
+from tandem.config import Resolved, Settings
+from tandem.errors import DeviceMemoryError
+from tandem.layers.linear import linear_scheme
+from tandem.models.decoder import Decoder
+from tandem.models.registry import build
+from tandem.models.spec import ModelSpec
+from tandem.runner.cuda import CudaRunner
+from tandem.runner.device_sampling import GREEDY, NUMBERS, PLAIN, DeviceSampling
+from tandem.runner.graphs import buckets_up_to
+from tandem.runner.memory import MemoryFacts, cache_blocks
+from tandem.runner.streams import CudaStreams
+from tandem.weights.load import load
+from tandem.weights.source import ModelSource
+
+CAPTURE_S = 2.5
+GRAPH_BYTES = 2 << 20
+
+
+@torch.inference_mode()
+def start(spec: ModelSpec, source: ModelSource, resolved: Resolved, num_tokens: int | None = None) -> CudaRunner:
+    """Build a runner on the current CUDA device. Raises WeightsError, ModelError, DeviceMemoryError."""
+    settings = resolved.settings
+    device = torch.device("cuda", torch.cuda.current_device())
+    phases_s: dict[str, float] = {}
+    streams = CudaStreams(device)
+    moment_s = time.perf_counter()
+
+    def phase(name: str) -> None:
+        nonlocal moment_s
+        torch.cuda.synchronize(device)
+        now_s = time.perf_counter()
+        phases_s[name], moment_s = now_s - moment_s, now_s
+
+    dtype = getattr(torch, settings.dtype or "bfloat16")
+    with streams.on("compute"):
+        model = _load(spec, source, settings, dtype, device)
+        phase("weights")
+        backend = attention_backend(settings.attention, "cuda", deterministic=settings.deterministic)
+        facts = measure(model, backend, settings, dtype, num_tokens)
+        phase("measuring")
+        block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * settings.block_size
+        asked = settings.kv_cache_memory if resolved.reasons.get("kv_cache_memory") == "asked" else None
+        num_rows = settings.max_num_seqs or 1
+        num_blocks = cache_blocks(facts, settings.gpu_memory_utilization, block_bytes, max(16, num_rows), asked)
+        cache = KVCache.allocate(
+            spec.num_layers, num_blocks, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
+        )
+        phase("cache")
+        runner = CudaRunner(
+            model, cache, backend, streams, num_rows=num_rows, max_length=settings.max_model_len or spec.max_length,
+            max_tokens=settings.max_batch_tokens or num_rows, depth=settings.depth,
+            uses_graphs=settings.cuda_graphs, seed=settings.seed, num_tokens=num_tokens, phases_s=phases_s,
+        )  # fmt: skip
+    reserved = torch.cuda.memory_reserved(device)
+    if settings.cuda_graphs:
+        runner.warm_up((GREEDY, PLAIN), CAPTURE_S)
+        phase("graphs")
+    grown = torch.cuda.memory_reserved(device) - reserved
+    runner.add_notes(
+        f"attention: {backend.name}",
+        f"memory: weights {_mib(facts.weights)}, largest step {_mib(facts.activations)}, "
+        f"KV cache {_mib(num_blocks * block_bytes)}",
+        f"graphs: {runner.statistics()['graphs']} captured, {_mib(grown)} in one pool",
+    )
+    return runner
+
+
+def _load(
+    spec: ModelSpec, source: ModelSource, settings: Settings, dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    try:
+        model = build(
+            spec, dtype, device, linear=linear_scheme(settings.quantize, device), max_length=settings.max_model_len
+        )
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise DeviceMemoryError(
+            f"the weights take about {_mib(spec.num_parameters * dtype.itemsize)}; the device has {_mib(free)} of "
+            f"{_mib(total)} free.",
+            hint="take a smaller model, a dtype of fewer bytes, or free the device of other processes.",
+        ) from error
+    load(cast(Any, model), source, seed=settings.seed)
+    return model
+
+
+def measure(
+    model: Decoder, backend: AttentionBackend, settings: Settings, dtype: torch.dtype, num_tokens: int | None
+) -> MemoryFacts:
+    """Run the largest step once on made-up tokens and see what it takes. Raises DeviceMemoryError."""
+    device, spec = model.embedding_VE.device, model.spec
+    max_tokens, num_rows = settings.max_batch_tokens or 1, settings.max_num_seqs or 1
+    sampling = DeviceSampling(1, spec.num_logits, device, 0, num_tokens)
+    cache = KVCache.allocate(spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        hidden_RE = model(_largest_batch(spec, settings, max_tokens, num_rows, device), cache, backend)
+        step = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        logits_RV = model.logits(hidden_RE)
+        numbers = {name: torch.ones(num_rows, dtype=kind, device=device) for name, kind in NUMBERS.items()}
+        sampling.choose(logits_RV, numbers, torch.zeros(num_rows, dtype=torch.int64, device=device))
+        copies = [torch.empty_like(logits_RV) for _ in range(3)]  # what penalties and masks take
+        sampled = torch.cuda.max_memory_allocated(device) - before
+        del copies, logits_RV, hidden_RE, numbers
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"a step of {max_tokens} tokens does not fit beside the weights.",
+            hint=f"lower max_batch_tokens, say to {max(max_tokens // 4, 1)}.",
+        ) from error
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    num_graphs = 2 * len(buckets_up_to(num_rows)) if settings.cuda_graphs else 0
+    return MemoryFacts(
+        total=total,
+        outside=total - free - torch.cuda.memory_reserved(device),
+        weights=before - cache.num_bytes,
+        activations=max(step, sampled),
+        graphs=(sampled + num_graphs * GRAPH_BYTES) if num_graphs else 0,
+        max_tokens=max_tokens,
+    )
+
+
+def _largest_batch(spec: ModelSpec, settings: Settings, max_tokens: int, num_rows: int, device: torch.device) -> Batch:
+    """max_tokens prompt tokens in spans as long as a request may be; all of them share the first block."""
+    longest = min(settings.max_model_len or spec.max_length, max_tokens)
+    lengths = [longest] * (max_tokens // longest) + ([max_tokens % longest] if max_tokens % longest else [])
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    width = -(-longest // settings.block_size)
+    return Batch(
+        ids_T=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+        positions_T=positions.to(device),
+        slots_T=(torch.arange(max_tokens) % settings.block_size).to(device),
+        query_starts_S1=starts.to(device, torch.int32),
+        lengths_S=torch.tensor(lengths, dtype=torch.int32, device=device),
+        tables_SB=torch.zeros((len(lengths), width), dtype=torch.int32, device=device),
+        sampled_R=(torch.arange(num_rows) % max_tokens).to(device),
+        num_decodes=0,
+        max_query=longest,
+        max_length=longest,
+        host_spans=[(0, length) for length in lengths],
+    )
+
+
+def reload(model: Decoder, source: ModelSource) -> None:
+    """Replace a model's weights where they are, since graphs know their addresses.
+
+    Raises what loading raises, and puts the old ones, kept in host memory meanwhile, back.
+    """
+    kept = [parameter.data.cpu() for parameter in model.parameters()]
+    try:
+        load(cast(Any, model), source)
+    except BaseException:
+        for parameter, old in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(old)
+        raise
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.0f} MiB"
