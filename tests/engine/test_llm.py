@@ -2,12 +2,16 @@
 
 import json
 import random
+import re
+import time
 from pathlib import Path
 
 import pytest
 
 from tandem import LLM, SamplingParams
+from tandem.config import Settings
 from tandem.engine import llm as llm_module
+from tandem.engine.blocking import BlockingEngine
 from tandem.errors import (
     ContextLengthError,
     DeviceMemoryError,
@@ -17,8 +21,7 @@ from tandem.errors import (
     SettingError,
     WeightsError,
 )
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+from tandem.request import Constraint
 
 
 def tokens(results) -> list[list[int]]:
@@ -68,6 +71,14 @@ def test_c02_same_tokens_with_steps_in_flight_on_the_cpu() -> None:
         alone = [one_by_one.generate(p, own, progress=False)[0] for p, own in zip(prompts, params, strict=True)]
     with LLM(**settings, depth=2) as together:
         check_c02(together.generate(prompts, params, progress=False), alone, params, set())
+    with BlockingEngine(Settings.from_dict({**settings, "depth": 3})) as late:
+        streams = [late.submit(p, own) for p, own in zip(prompts[:8], params, strict=False)]
+        streams[0].get(5.0)  # half of them come when the others are under way
+        time.sleep(0.02)
+        streams += [late.submit(p, own) for p, own in zip(prompts[8:], params[8:], strict=True)]
+        got = [[t for update in stream for t in update.token_ids] for stream in streams]
+    expected = tokens(alone)
+    assert got[1:] == expected[1:] and expected[0][-len(got[0]) :] == got[0]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +128,22 @@ def test_chat_takes_one_conversation_or_several(null: LLM) -> None:
     assert len(single) == 1 and len(several) == 2 and tokens(single)[0] == tokens(several)[0]
     with pytest.raises(RequestError):
         null.chat([{"role": "user"}], params, progress=False)
+
+
+def test_grammars_bind_their_own_request_only(null: LLM) -> None:
+    plain = SamplingParams(max_tokens=12, ignore_eos=True)
+    params = [
+        plain,
+        SamplingParams(constraint=Constraint("choice", '["yes", "perhaps"]')),
+        SamplingParams(constraint=Constraint("regex", "[ab]{3}c"), max_tokens=9, n=2),
+        SamplingParams(constraint=Constraint("regex", "([")),
+        plain,
+    ]
+    results = null.generate(["same"] * 5, params, progress=False)
+    assert results[1].completions[0].text in ("yes", "perhaps") and results[1].completions[0].finish_reason == "stop"
+    assert all(re.fullmatch("[ab]{3}c", answer.text) for answer in results[2].completions)
+    assert results[3].error is not None and results[3].error.code == "invalid_value"
+    assert tokens([results[0]]) == tokens([results[4]]) == tokens(null.generate("same", plain, progress=False))
 
 
 def test_an_interrupt_leaves_an_idle_engine(null: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""engine."""
+"""Turns the crank: the loop, the border around it, and the front ends before it."""

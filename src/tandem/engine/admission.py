@@ -7,7 +7,7 @@ that run finish on what they began with: they *drain*.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ from tandem.plan import Mask, Planner
 from tandem.request import Change, Request
 
 log = logging.getLogger("tandem.engine")
+
+NUM_COMPILERS = 4
+"""Threads, so that a grammar that takes seconds does not hold up the next one."""
 
 CompileMask = Callable[[Request], Mask]
 
@@ -63,7 +66,7 @@ class Admission:
         if self._compile_mask is None:
             return self._refuse(request, RequestError("this engine has no grammars.", param="response_format"), now_s)
         if self._compiler is None:
-            self._compiler = ThreadPoolExecutor(1, thread_name_prefix="tandem-grammar")
+            self._compiler = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="tandem-grammar")
         self._compiling[request.id] = request
         future = self._compiler.submit(self._compile_mask, request)
         future.add_done_callback(lambda done: self._compiled.append((request, done)))
@@ -143,14 +146,7 @@ class Admission:
         return {"compiling": len(self._compiling), "held": len(self._held), "calls": len(self._calls)}
 
 
-def first_words(text: str, limit: int = 400) -> str:
-    """The beginning of a message that may be long."""
-    return text if len(text) <= limit else f"{text[:limit]}…"
-
-
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, limit: int = 400) -> str:
     """One line about a failure that nobody foresaw."""
-    return first_words(f"{type(error).__name__}: {error}".replace("\n", " "))
-
-
-__all__: Sequence[str] = ("Admission", "CompileMask", "Errand", "describe")
+    text = f"{type(error).__name__}: {error}".replace("\n", " ")
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -18,13 +18,16 @@ from tandem.engine.contract import Card, Mailbox
 from tandem.engine.loop import Loop
 from tandem.engine.null_model import CONFIG, KV_ELEMENTS, TEMPLATE, byte_tokenizer_json
 from tandem.engine.sizing import Shape
-from tandem.errors import ModelError, SettingError, TandemError
+from tandem.errors import ModelError, RequestError, SettingError, TandemError
 from tandem.observe.metrics import Histogram, Metrics
 from tandem.observe.requests import RequestLedger
 from tandem.observe.timeline import Timeline
 from tandem.observe.trace_file import events
 from tandem.observer import Observer
+from tandem.plan import Mask
+from tandem.request import Request
 from tandem.runner.contract import Runner, RunnerFacts
+from tandem.sampling.grammar import compile_constraint
 from tandem.schedule.scheduler import Scheduler
 from tandem.weights.pull import pull as pull  # for the command line, which may not reach into weights
 from tandem.weights.source import ModelSource, locate
@@ -60,6 +63,14 @@ class Built:
             prefix_cache=settings.prefix_cache,
             max_waiting=settings.max_waiting,
         )
+
+    def compile_mask(self, request: Request) -> Mask:
+        """The mask of a request's grammar. Takes milliseconds: not for the loop's thread. Raises RequestError."""
+        constraint, tokenizer_json = request.params.constraint, self.source.tokenizer_json
+        assert constraint is not None
+        if tokenizer_json is None:
+            raise RequestError("structured output needs a tokenizer; this model has none.", param="response_format")
+        return compile_constraint(constraint, tokenizer_json, self.runner.facts.num_logits, self.source.eos_ids)
 
     def lines(self) -> list[str]:
         """The start banner."""
@@ -112,8 +123,11 @@ def make_loop(
         "account": Errand(lambda request: _account(ledger, request)),
         "check": Errand(lambda _: planner.check(), drains=True),
     }
-    watchers = [metrics, timeline, ledger, *observers]
-    return Loop(planner, built.runner, mailbox, observers=watchers, errands=errands), built.card()
+    loop = Loop(
+        planner, built.runner, mailbox, observers=[metrics, timeline, ledger, *observers],
+        compile_mask=built.compile_mask, errands=errands,
+    )  # fmt: skip
+    return loop, built.card()
 
 
 def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda text: None) -> Built:
@@ -139,6 +153,9 @@ def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda tex
     except TandemError:
         runner.close()
         raise
+    if device == "cuda" and resolved.reasons["kv_cache_memory"] != "asked":
+        num_bytes = runner.facts.num_blocks * sizing.block_bytes_of(resolved.settings, shape)
+        resolved = sizing.change(resolved, "kv_cache_memory", num_bytes, "measured: what the loaded model leaves free")
     phases_s |= {f"runner: {name}": seconds for name, seconds in runner.facts.phases_s.items()}
     return Built(source, spec, shape, resolved, runner, phases_s)
 

@@ -7,6 +7,7 @@ close, and the kernel kills it if even that thread cannot run (PR_SET_PDEATHSIG,
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -102,6 +103,8 @@ def serve_parent(mailbox: SocketMailbox, start: dict[str, Any]) -> int:
         log.exception("the engine could not start")
         mailbox.stopped(TandemError(f"the engine could not start: {type(error).__name__}: {error}"))
         return FAILED_STATUS
+    gc.collect()
+    gc.freeze()  # what start-up made lives as long as we do: a full collection must not stop the loop to scan it
     mailbox.send(wire.ReadyNews(card))
     loop.run()
     return 0 if loop.error is None else FAILED_STATUS

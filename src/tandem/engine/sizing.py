@@ -76,7 +76,7 @@ def fit_cache(resolved: Resolved, shape: Shape) -> Resolved:
     useful = (settings.max_num_seqs or 1) * -(-(settings.max_model_len or 1) // settings.block_size)
     if resolved.reasons["kv_cache_memory"] == "asked" or num_blocks <= useful:
         return resolved
-    return _change(resolved, "kv_cache_memory", useful * block_bytes, "max_num_seqs requests of max_model_len")
+    return change(resolved, "kv_cache_memory", useful * block_bytes, "max_num_seqs requests of max_model_len")
 
 
 def fit_length(resolved: Resolved, num_blocks: int, block_bytes: int | None = None) -> Resolved:
@@ -97,10 +97,11 @@ def fit_length(resolved: Resolved, num_blocks: int, block_bytes: int | None = No
             f"the KV cache holds {num_blocks} blocks, {capacity} tokens; max_model_len is {wanted}.",
             hint=f"set kv_cache_memory to {more}{lower}.",
         )
-    return _change(resolved, "max_model_len", capacity, f"what the KV cache holds; the model's context is {wanted}")
+    return change(resolved, "max_model_len", capacity, f"what the KV cache holds; the model's context is {wanted}")
 
 
-def _change(resolved: Resolved, name: str, value: Any, reason: str) -> Resolved:
+def change(resolved: Resolved, name: str, value: Any, reason: str) -> Resolved:
+    """The same, with another value and reason for one setting."""
     settings = dataclasses.replace(resolved.settings, **{name: value})
     return dataclasses.replace(resolved, settings=settings, reasons={**resolved.reasons, name: reason})
 

@@ -1,7 +1,7 @@
 """What the engine may ask of a runner. It does not know which device obeys."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from tandem.plan import StepPlan, StepResult
 
@@ -49,3 +49,13 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give back threads and memory. Idempotent."""
+
+
+class ReloadableRunner(Runner, Protocol):
+    """A runner whose weights can be replaced while it stands; optional, found by the method's presence."""
+
+    def reload(self, source: Any) -> None:
+        """Load another checkpoint (weights.source.ModelSource) of the same spec. No step is in flight.
+
+        Whatever the KV cache holds is stale afterwards. A failure raises and leaves the old weights in use.
+        """

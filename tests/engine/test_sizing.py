@@ -1,0 +1,64 @@
+"""What fits into memory: blocks, lengths, the token budget's estimate, and what is said when it does not fit."""
+
+import json
+
+import pytest
+
+from tandem.config import Facts, Settings
+from tandem.engine.null_model import byte_tokenizer_json
+from tandem.engine.sizing import (
+    Shape,
+    block_bytes_of,
+    estimate_max_batch_tokens,
+    facts_of,
+    fit_cache,
+    fit_length,
+    num_known_ids,
+)
+from tandem.errors import DeviceMemoryError
+
+GIB = 1 << 30
+LLAMA_8B = Shape(128256, 131072, 8_030_261_248, 2 * 32 * 8 * 128, "bfloat16")
+SMALL = Shape(100, 1000, 1_000_000, 512, "float32")
+
+
+def facts(shape: Shape, device: str, free_bytes: int) -> Facts:
+    return facts_of(shape, device, "a device", free_bytes)
+
+
+def test_estimate_is_the_formula() -> None:
+    """(memory × utilisation − parameters × bytes) / (2 × layers × kv_heads × head_dim × bytes)"""
+    resolved = Settings(gpu_memory_utilization=0.9).resolve(facts(LLAMA_8B, "cuda", 140 * GIB))
+    expected = (140 * GIB * 0.9 - 8_030_261_248 * 2) / (2 * 32 * 8 * 128 * 2)
+    assert abs(estimate_max_batch_tokens(resolved, LLAMA_8B) - expected) <= 1
+    assert resolved.facts.free_bytes == 140 * GIB - 8_030_261_248 * 2
+    nothing = Settings(gpu_memory_utilization=0.1).resolve(facts(LLAMA_8B, "cuda", 100 * GIB))
+    assert estimate_max_batch_tokens(nothing, LLAMA_8B) == 0
+
+
+def test_cache_is_no_larger_than_all_rows_can_fill_unless_asked() -> None:
+    found = fit_cache(Settings(max_num_seqs=2).resolve(facts(SMALL, "cpu", 8 * GIB)), SMALL)
+    block_bytes = block_bytes_of(found.settings, SMALL)
+    assert block_bytes == 16 * 512 * 4
+    assert found.settings.kv_cache_memory == 2 * 63 * block_bytes and "max_num_seqs" in found.reasons["kv_cache_memory"]
+    asked = fit_cache(Settings(max_num_seqs=2, kv_cache_memory=GIB).resolve(facts(SMALL, "cpu", 8 * GIB)), SMALL)
+    assert asked.settings.kv_cache_memory == GIB
+
+
+def test_a_context_that_does_not_fit_is_lowered_with_a_reason_or_refused_when_asked() -> None:
+    memory = 10 * 16 * 512 * 4
+    lowered = fit_cache(Settings(kv_cache_memory=memory).resolve(facts(SMALL, "cpu", 8 * GIB)), SMALL)
+    assert lowered.settings.max_model_len == 160 and "1000" in lowered.reasons["max_model_len"]
+    asked = Settings(kv_cache_memory=memory, max_model_len=200).resolve(facts(SMALL, "cpu", 8 * GIB))
+    with pytest.raises(DeviceMemoryError, match="10 blocks, 160 tokens; max_model_len is 200") as caught:
+        fit_cache(asked, SMALL)
+    assert str(13 * 16 * 512 * 4) in caught.value.hint and "160" in caught.value.hint
+    with pytest.raises(DeviceMemoryError, match="0 blocks"):
+        fit_length(Settings(kv_cache_memory=1).resolve(facts(SMALL, "cpu", 8 * GIB)), 0)
+
+
+def test_known_ids_are_those_of_the_tokenizer() -> None:
+    assert num_known_ids(None) is None
+    assert num_known_ids(byte_tokenizer_json()) == 259
+    document = {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"id": 7}]}
+    assert num_known_ids(json.dumps(document)) == 8
