@@ -44,6 +44,7 @@ class Transformers:
         config = self._generation(longest, workload.ignore_eos)
         options = {"generation_config": config, "continuous_batching_config": self._batching()}
         warm = [[(token + 1) % 1000 for token in prompt] for prompt in prompts]
+        self._model.destroy_cached_continuous_batching_manager()  # it is sized for the requests that it was made for
         self._model.generate_batch(warm, max_new_tokens=4, persistent_manager=True, **options)
         began_s = time.perf_counter()
         outputs = self._model.generate_batch(
@@ -105,4 +106,8 @@ class Transformers:
 def _be_quiet() -> None:
     """transformers reports its start-up at length; the table should stand alone."""
     warnings.filterwarnings("ignore", module="transformers")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for name in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()

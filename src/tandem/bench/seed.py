@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.bandwidth import copy_bandwidth, step_bytes
-from tandem.bench.bed import STATIC, Bed
+from tandem.bench.bed import NAMES, STATIC, Bed
 from tandem.bench.drive import Run
 from tandem.bench.offline import Comparison, compare_batching
 from tandem.bench.report import Cell, percent, table
@@ -65,12 +65,12 @@ def floor_of(bed: Bed, workload: Workload, bandwidth: float) -> float:
 
 
 def write_pictures(result: SeedResult, folder: Path) -> list[Path]:
-    """A timeline of the synchronous and one of the deepest run, in the middle of decoding."""
+    """Timelines in the middle of decoding: the synchronous run and the one at depth 2, as far as they were run."""
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    runs = [run for run in result.comparison.runs if run.name != "static" and run.timeline is not None]
-    for run in (runs[0], runs[-1]) if len(runs) > 1 else runs:
-        assert run.timeline is not None
+    for run in result.comparison.runs:
+        if run.timeline is None or run.name not in (NAMES[1], NAMES[2]):
+            continue
         path = folder / f"timeline-depth-{run.timeline.depth}.png"
         write_picture(run.timeline, path, title=result.comparison.workload.name, num_steps=8)
         found.append(path)

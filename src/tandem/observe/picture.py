@@ -3,7 +3,6 @@
 It knows how it should look; it does not know how the times came about. matplotlib is loaded only when it draws.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tandem.observe.trace_file import slot_letter
 
 LANES = ("host", "in", "compute", "out")
 COLOURS = ("#3b6fb6", "#e08e2b", "#4f9d69", "#a05195")
-HOST_COLOURS = {"plan": "#55606e", "submit": "#8a95a3", "settle": "#b9c1ca"}
+HOST_COLOURS = {"plan": "#2f3742", "submit": "#c0504d", "settle": "#7d8896", "wait": "#eceff2"}
 
 
 def write_picture(timeline: Timeline, path: str | Path, *, title: str = "", num_steps: int = 12) -> None:
@@ -33,9 +32,10 @@ def write_picture(timeline: Timeline, path: str | Path, *, title: str = "", num_
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     origin_s = steps[0].plan_began_s
+    end_s = max(max(record.settled_s, record.home_s) for record in steps)
     for record in steps:
-        _draw_step(axes, record, origin_s, timeline.depth)
-    _frame(axes, steps, origin_s, timeline, title)
+        _draw_step(axes, record, origin_s, (end_s - origin_s) / 700, timeline.depth)
+    _frame(axes, end_s - origin_s, timeline, title)
     figure.savefig(path)
 
 
@@ -44,18 +44,21 @@ def _middle(steps: list[StepRecord], num_steps: int) -> list[StepRecord]:
     return steps[first : first + num_steps]
 
 
-def _draw_step(axes: Any, record: StepRecord, origin_s: float, depth: int) -> None:
+def _draw_step(axes: Any, record: StepRecord, origin_s: float, least_s: float, depth: int) -> None:
+    """Bars of one step. Stretches shorter than least_s are drawn that long, or nobody would see them."""
     colour = COLOURS[record.step % depth % len(COLOURS)]
 
     def bar(lane: str, from_s: float, to_s: float, fill: str, text: str = "") -> None:
         if not to_s > from_s > 0.0:
             return
-        left, width = (from_s - origin_s) * 1e3, (to_s - from_s) * 1e3
-        axes.barh(LANES.index(lane), width, left=left, height=0.62, color=fill, edgecolor="white", linewidth=0.4)
+        left, width = (from_s - origin_s) * 1e3, max(to_s - from_s, least_s) * 1e3
+        edge = {"edgecolor": "white", "linewidth": 0.4} if to_s - from_s > 3 * least_s else {}
+        axes.barh(LANES.index(lane), width, left=left, height=0.62, color=fill, **edge)
         if text:
             look = {"ha": "center", "va": "center", "color": "white", "fontsize": 7, "clip_on": True}
             axes.text(left + width / 2, LANES.index(lane), text, **look)
 
+    bar("host", record.wait_began_s, record.host_home_s, HOST_COLOURS["wait"])
     bar("host", record.plan_began_s, record.planned_s, HOST_COLOURS["plan"])
     bar("host", record.planned_s, record.submitted_s, HOST_COLOURS["submit"])
     bar("host", record.host_home_s, record.settled_s, HOST_COLOURS["settle"])
@@ -64,12 +67,11 @@ def _draw_step(axes: Any, record: StepRecord, origin_s: float, depth: int) -> No
     bar("out", record.computed_s, record.home_s, colour)
 
 
-def _frame(axes: Any, steps: Sequence[StepRecord], origin_s: float, timeline: Timeline, title: str) -> None:
+def _frame(axes: Any, span_s: float, timeline: Timeline, title: str) -> None:
     from matplotlib.patches import Patch
 
     numbers = timeline.numbers()
-    end_s = max(max(record.settled_s, record.home_s) for record in steps)
-    axes.set_xlim(0.0, (end_s - origin_s) * 1e3)
+    axes.set_xlim(0.0, span_s * 1e3)
     axes.set_yticks(range(len(LANES)), LANES)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
