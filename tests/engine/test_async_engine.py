@@ -9,7 +9,7 @@ import psutil
 import pytest
 from engine_fakes import made_up
 
-from tandem import AsyncEngine, SamplingParams
+from tandem import LLM, AsyncEngine, SamplingParams
 from tandem.engine.contract import Update
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, ModelError, RequestError, SettingError
 
@@ -272,3 +272,16 @@ async def test_aborts_race_with_everything_and_nothing_is_left() -> None:
         await settle(engine)
         await engine.call("check")
         assert not engine._front._answers and engine.statistics()["planner"]["kv"]["num_owned"] == 0
+
+
+async def test_a_model_in_a_process_says_what_it_says_here() -> None:
+    settings = {"load_format": "random", "threads": 1, "kv_cache_memory": "1MiB"}
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    with LLM("tiny", **settings) as llm:
+        expected = llm.generate([[5, 6, 7], [8] * 40], params, progress=False)
+    async with await AsyncEngine.start("tiny", **settings) as engine:
+        got = await asyncio.gather(*[read(await engine.submit(r.prompt_token_ids, params)) for r in expected])
+        assert [tokens_of(updates) for updates in got] == [r.completions[0].token_ids for r in expected]
+        assert engine.card.phases_s["runner: weights"] > 0
+        with pytest.raises(RequestError, match="no tokenizer"):
+            await engine.submit("text")

@@ -60,7 +60,7 @@ def test_c06_a_wait_with_a_limit_keeps_it() -> None:
             began_s = time.perf_counter()
             with pytest.raises(TimeoutError):
                 stream.get(0.2)
-            assert 0.19 < time.perf_counter() - began_s < 0.35
+            assert 0.19 < time.perf_counter() - began_s < 0.5
         engine._host._process.kill()
         with pytest.raises(EngineDeadError):
             stream.get(2.0)

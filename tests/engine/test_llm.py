@@ -1,8 +1,10 @@
 """LLM: results in order, failures alone, the same tokens at every depth (C02), weights replaced in place (C36)."""
 
 import json
+import os
 import random
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -126,8 +128,10 @@ def test_chat_takes_one_conversation_or_several(null: LLM) -> None:
     single = null.chat(one, params, progress=False)
     several = null.chat([one, [*one, {"role": "assistant", "content": "yes"}, *one]], params, progress=False)
     assert len(single) == 1 and len(several) == 2 and tokens(single)[0] == tokens(several)[0]
-    with pytest.raises(RequestError):
-        null.chat([{"role": "user"}], params, progress=False)
+    mixed = null.chat([one, [{"role": "user"}], one], params, progress=False)
+    assert [result.error is None for result in mixed] == [True, False, True] and tokens(mixed[::2]) == tokens(
+        single
+    ) * 2
 
 
 def test_grammars_bind_their_own_request_only(null: LLM) -> None:
@@ -147,20 +151,21 @@ def test_grammars_bind_their_own_request_only(null: LLM) -> None:
 
 
 def test_an_interrupt_leaves_an_idle_engine(null: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = 0
-    inner = null._loop.turn
+    collected = 0
+    inner = null._loop.runner.collect
 
-    def turn() -> bool:
-        nonlocal turns
-        turns += 1
-        if turns == 5:
-            raise KeyboardInterrupt
-        return inner()
+    def collect(ticket):
+        nonlocal collected
+        collected += 1
+        if collected == 5:
+            os.kill(os.getpid(), signal.SIGINT)  # a Ctrl-C inside a turn
+        return inner(ticket)
 
-    monkeypatch.setattr(null._loop, "turn", turn)
+    monkeypatch.setattr(null._loop.runner, "collect", collect)
     with pytest.raises(KeyboardInterrupt):
         null.generate(["a"] * 20, SamplingParams(max_tokens=1000, ignore_eos=True), progress=False)
-    assert null._loop.idle and not null._front._answers
+    assert collected < 20 and null._loop.idle and not null._front._answers
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     null._loop.check()
     assert len(tokens(null.generate("a", SamplingParams(max_tokens=3, ignore_eos=True), progress=False))[0]) == 3
 
@@ -251,3 +256,22 @@ def test_c36_new_weights_never_meet_the_old_cache(tmp_path: Path) -> None:
         assert_same(after, expected)
         assert after.cached_tokens == 0 and tokens([after]) != tokens([before])
         assert llm.generate(prompt, params, progress=False)[0].cached_tokens >= 48
+
+
+def test_c36_what_runs_when_weights_are_swapped_finishes_on_the_old_ones(tmp_path: Path) -> None:
+    first, second = write_tiny(tmp_path / "first", 1), write_tiny(tmp_path / "second", 2)
+    settings = {"kv_cache_memory": "1MiB", "threads": 1, "max_num_seqs": 4}
+    params = SamplingParams(temperature=0.0, max_tokens=100, logprobs=1)
+    prompt = list(range(5, 25))
+    answers = []
+    for weights in (first, second):
+        with LLM(weights, **settings) as alone:
+            answers += tokens(alone.generate(prompt, params, progress=False))
+    with BlockingEngine(first, **settings) as engine:
+        old = engine.submit(prompt, params)
+        got = list(old.get(5.0).token_ids)
+        engine.update_weights(second)
+        new = engine.submit(prompt, params)
+        got += [token for update in old for token in update.token_ids]
+        assert got == answers[0]
+        assert [token for update in new for token in update.token_ids] == answers[1] != answers[0]

@@ -1,8 +1,10 @@
 """LLM: many prompts in, all answers out, in the calling process and thread. It knows no sockets and no event loops."""
 
+import signal
 import threading
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from tandem.config import Settings
@@ -88,11 +90,22 @@ class LLM:
         """Answer one conversation or a list of them: each a list of {"role": …, "content": …}.
 
         template   passed to the chat template (tools, add_generation_prompt, …).
-        Raises RequestError if the model has no chat template or the template refuses.
+        A conversation that the template refuses fails alone. Raises RequestError if the model has no chat template.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._front.encode_chat(c, **template) for c in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, params, progress=progress)
+        if self.card.chat_template is None:
+            self._front.render([])  # which says so
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chosen = _params_for(params, len(conversations))
+        refused: dict[int, Result] = {}
+        prompts: list[Prompt] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompts.append(self._front.encode_chat(conversation, **template))
+            except RequestError as error:
+                refused[index] = Result(None, (), [], error=error)
+        accepted = [own for index, own in enumerate(chosen) if index not in refused]
+        results = iter(self.generate(prompts, accepted, progress=progress))
+        return [refused[index] if index in refused else next(results) for index in range(len(conversations))]
 
     def _submit(
         self, jobs: list[Job], gatherer: "_Gatherer", prompt: Prompt, params: SamplingParams, priority: int, salt: str
@@ -106,9 +119,11 @@ class LLM:
             gatherer.refuse(prompt, error)
 
     def _turn_until_done(self) -> None:
-        while self._front.num_live and self._loop.error is None:
-            if not self._loop.turn():
-                self._mailbox.wait(0.0005)  # a grammar is being compiled
+        with interrupts_between_turns() as check:
+            while self._front.num_live and self._loop.error is None:
+                if not self._loop.turn():
+                    self._mailbox.wait(0.0005)  # a grammar is being compiled
+                check()
         if self._loop.error is not None:
             raise EngineDeadError(self._loop.error.what, hint=self._loop.error.hint)
 
@@ -162,6 +177,35 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def interrupts_between_turns() -> Iterator[Callable[[], None]]:
+    """Within, a Ctrl-C raises where the yielded function is called, not inside a turn, which would lose a step.
+
+    A second one raises at once. Only the main thread gets signals; elsewhere, and where another handler is set,
+    nothing changes.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    come = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if come.is_set():
+            raise KeyboardInterrupt
+        come.set()
+
+    def check() -> None:
+        if come.is_set():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Gatherer:
