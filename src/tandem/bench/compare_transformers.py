@@ -108,6 +108,6 @@ def _be_quiet() -> None:
     warnings.filterwarnings("ignore", module="transformers")
     for name in ("transformers", "ContinuousBatchingLogger"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
 
-    disable_progress_bar()
+    cast(Any, transformers_logging).disable_progress_bar()

@@ -72,6 +72,7 @@ def dispatch(program: str, commands: Mapping[str, tuple[str, str]], words: Seque
     first_line = (module.__doc__ or "").partition("\n")[0]
     command = Parser(prog=f"{program} {name}", description=first_line, epilog=module.EPILOG)
     module.add_arguments(command)
+    command.usage = " ".join([f"{program} {name} [options]", *(f"[{word}]" for word in command.positionals())])
     return int(module.main(command.parse_args(words[1:])))
 
 

@@ -30,6 +30,10 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
 
+    def positionals(self) -> list[str]:
+        """What may stand without an option's name, as the help shows it."""
+        return [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
+
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
         if hint := self._hint(message):
@@ -81,8 +85,8 @@ def _declare(f: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
         declared["metavar"] = {"str": "TEXT", "int": "N", "float": "X"}[kind]
         if metadata.get("unit") == "bytes":
             declared["metavar"] = "BYTES"
-    if default is not None and "default" not in text:
-        shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+    if "default" not in text:
+        shown = {True: "on", False: "off", None: "auto"}.get(default, default)
         text = f"{text} (default: {shown})"
     return declared | {"help": text}
 

@@ -120,6 +120,10 @@ class Talk:
         while True:
             try:
                 update: Update = next(stream)
+                clock.count(update)
+                said.append(update.text)
+                sys.stdout.write(update.text)
+                sys.stdout.flush()
             except StopIteration:
                 break
             except KeyboardInterrupt:
@@ -127,11 +131,6 @@ class Talk:
                     raise
                 self.interrupted = True
                 stream.abort()
-                continue
-            clock.count(update)
-            said.append(update.text)
-            sys.stdout.write(update.text)
-            sys.stdout.flush()
         if not said or not said[-1].endswith("\n"):
             print(flush=True)
         if self._verbose:

@@ -1,0 +1,279 @@
+"""The command line: help, errors and exit statuses, and whole commands on the null runner and a tiny random model."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.cli import COMMANDS, main
+from tandem.cli.options import Parser, add_settings, settings_of
+from tandem.config import Settings
+from tandem.engine.blocking import BlockingEngine
+from tandem.errors import TandemError
+
+NULL = ["--device", "null"]
+
+
+def tandem_process(*words: str, text: str | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *words], input=text or "", capture_output=True, text=True, env=environment,
+        timeout=100,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """stdin is empty and no terminal, as under a service."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+
+
+def fails(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as exit:
+        return int(exit.code or 0)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+    assert main([]) == 2 and "COMMAND" in capsys.readouterr().err
+    assert fails(["--version"]) == 0 and tandem.__version__ in capsys.readouterr().out
+
+
+BENCHES = [["bench", name] for name in ("offline", "host", "decode", "seed")]
+
+
+@pytest.mark.parametrize("words", [*([name] for name in COMMANDS), *BENCHES])
+def test_each_command_helps(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails([*words, "--help"]) in (0, 2)
+    text = "".join(capsys.readouterr())
+    assert "examples:" in text and f"tandem {' '.join(words)}" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_every_setting_is_an_option() -> None:
+    parser = Parser()
+    add_settings(parser)
+    words = ["--max-num-seqs", "7", "--kv-cache-memory", "5MB", "--no-prefix-cache", "--depth", "1", "--device", "cpu"]
+    given = settings_of(parser.parse_args(words), max_num_seqs=3, seed=4)
+    assert given == {
+        "max_num_seqs": 7, "kv_cache_memory": "5MB", "prefix_cache": False, "depth": 1, "device": "cpu", "seed": 4
+    }  # fmt: skip
+    assert Settings.from_dict(given).kv_cache_memory == 5_000_000
+    options = {option for action in parser._actions for option in action.option_strings}
+    assert {"--" + name.replace("_", "-") for name in Settings.__dataclass_fields__} <= options
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rum", "hi"], "did you mean 'run'"),
+        (["What is the capital of France?"], 'tandem run "What is'),
+        (["run", "--max-num-seq", "4", "hi"], "did you mean --max-num-seqs"),
+        (["run", "what", "is"], "quotes"),
+        (["run", "--depth", "x", "hi"], "invalid int value"),
+        (["run", *NULL, "--depth", "9", "hi"], "from 1 to 4"),
+        (["run", *NULL, "--kv-cache-memory", "lots", "hi"], "4GiB"),
+        (["run", *NULL, "--temperature", "-1", "hi"], "temperature is -1.0"),
+        (["bench", "of"], "offline"),
+        (["bench"], "offline"),
+    ],
+)
+def test_wrong_usage_is_explained_and_exits_with_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails(words) == 2
+    out, err = capsys.readouterr()
+    assert expected in err and not out
+    assert "Traceback" not in err
+
+
+def test_errors_exit_with_1_and_teach(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["run", "--model", "/no/such/folder.gguf", "hi"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "/no/such/folder.gguf" in err and "Traceback" not in err
+    assert main(["run", *NULL, ""]) == 1
+    assert main(["run", *NULL, "--max-model-len", "8", "a text longer than eight bytes"]) == 1
+    assert "the limit is 8" in capsys.readouterr().err
+    monkeypatch.setenv("TANDEM_DEBUG", "1")
+    with pytest.raises(TandemError):
+        main(["run", *NULL, ""])
+
+
+def test_run_streams_one_answer_to_stdout() -> None:
+    done = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "12", "-v", "hello")
+    assert done.returncode == 0, done.stderr
+    again = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "12", "--depth", "1", "hello")
+    assert done.stdout == again.stdout and len(done.stdout) > 1 and done.stdout.endswith("\n")
+    assert "12 tokens" in done.stderr and "max_num_seqs" in done.stderr and not again.stderr
+    raw = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "12", "--raw", "hello")
+    assert raw.returncode == 0 and raw.stdout != done.stdout, "the chat template makes a difference"
+
+
+def test_what_is_piped_in_stands_behind_the_prompt() -> None:
+    both = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "8", "--raw", "one\ntwo")
+    piped = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "8", "--raw", "one", text="two\n")
+    alone = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "8", "--raw", text="one\ntwo\n")
+    assert both.stdout == piped.stdout == alone.stdout
+
+
+def test_interrupt_ends_with_130() -> None:
+    words = [sys.executable, "-m", "tandem", "run", *NULL, "--max-tokens", "20000", "--ignore-eos", "hello"]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"Traceback" not in err
+
+
+def test_a_reader_who_leaves_is_no_traceback() -> None:
+    words = f"{sys.executable} -m tandem run --device null --max-tokens 20000 --ignore-eos hello"
+    done = subprocess.run(
+        f"{words} | head -c 10", shell=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+    )
+    assert len(done.stdout) == 10 and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+
+
+class Typist:
+    """Stands in for a terminal: input() gives the lines, then the end; sys.stdin says that it is a terminal."""
+
+    def __init__(self, *lines: Any) -> None:
+        self.lines = list(lines)
+
+    def __call__(self, prompt: str = "") -> str:
+        if not self.lines:
+            raise EOFError
+        line = self.lines.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    def isatty(self) -> bool:
+        return True
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, *lines: Any) -> None:
+    typist = Typist(*lines)
+    monkeypatch.setattr("builtins.input", typist)
+    monkeypatch.setattr("sys.stdin", typist)
+
+
+def test_chat_remembers_until_reset(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", *NULL, "--max-tokens", "6"]
+    prompts: list[list[dict[str, str]]] = []
+    encode = BlockingEngine.encode_chat
+
+    def spy(self: BlockingEngine, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        prompts.append([dict(message) for message in messages])
+        return encode(self, messages, **options)
+
+    monkeypatch.setattr(BlockingEngine, "encode_chat", spy)
+    type_in(monkeypatch, "one", KeyboardInterrupt(), "", "two", "/reset", "three", "/what", "/exit", "never")
+    assert main([*words, "--system", "be brief"]) == 0
+    out, err = capsys.readouterr()
+    assert [[m["role"] for m in messages] for messages in prompts] == [
+        ["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]
+    ]  # fmt: skip
+    assert prompts[1][2]["content"] in out, "its own answer is part of the conversation"
+    assert "forgotten" in err and "no command /what" in err
+    assert len(out.splitlines()) >= 3
+
+
+def test_an_error_harms_one_message_not_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_in(monkeypatch, "x" * 500, "short")
+    assert main(["run", *NULL, "--max-tokens", "5", "--max-model-len", "64"]) == 0
+    out, err = capsys.readouterr()
+    assert "the limit is 64" in err and len(out.strip()) > 0
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tandem.cli.run as run
+
+    count = 0
+
+    class Impatient(run._Clock):
+        def count(self, update: Any) -> None:
+            nonlocal count
+            super().count(update)
+            count += 1
+            if count == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run, "_Clock", Impatient)
+    stopped: list[bool] = []
+    answer = run.Talk.answer
+
+    def spy(self: Any, text: str) -> str:
+        with contextlib.suppress(KeyboardInterrupt):
+            answer(self, text)
+        stopped.append(self.interrupted)
+        return ""
+
+    monkeypatch.setattr(run.Talk, "answer", spy)
+    type_in(monkeypatch, "go on for ever", "and now")
+    assert main(["run", *NULL, "--max-tokens", "3000", "--ignore-eos"]) == 0
+    assert stopped == [True, False]
+
+
+def test_info_says_what_is_in_force(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", *NULL, "--max-num-seqs", "5", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["settings"]["max_num_seqs"] == 5 and document["reasons"]["max_num_seqs"] == "asked"
+    assert document["machine"]["tandem"] == tandem.__version__ and document["machine"]["cores"] >= 1
+    assert main(["info", *NULL]) == 0
+    text = capsys.readouterr().out
+    assert "KV cache" in text and "the default on null" in text
+
+
+def test_pull_prints_where_the_model_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tandem.weights.pull import EMBEDDED_BYTES, EMBEDDED_FILE
+
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    with (tmp_path / EMBEDDED_FILE).open("wb") as file:
+        file.truncate(EMBEDDED_BYTES)  # whole by its size: found without fetching
+    assert main(["pull"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / EMBEDDED_FILE)
+
+
+def test_trace_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", "--model", "tiny", "--load-format", "random", "--requests", "3", "--prompt", "5", "--new", "6"]
+    assert main([*words, "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "device active" in out and "idle: host planning" in out
+    names = {e["name"].split()[0] for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]}
+    assert {"plan", "submit", "compute", "settle"} <= names
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
+    figures = json.loads((tmp_path / "timeline-figures.json").read_text())
+    assert figures["new_tokens"] == 18 and 0.0 < figures["timeline"]["device_active_share"] <= 1.0
+    assert figures["settings"]["settings"]["depth"] == 2
+
+
+def test_start_is_quick() -> None:
+    """Help and wrong usage must not wait for torch."""
+    words = ["run", *NULL, "--max-tokens", "2", "x"]
+    code = f"import sys; from tandem.cli import main; main({words}); print(*sys.modules)"
+    began_s = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not loaded & {"torch", "transformers", "matplotlib", "rich", "numpy", "starlette"}
+    assert time.perf_counter() - began_s < 30
