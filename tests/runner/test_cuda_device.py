@@ -57,9 +57,7 @@ def requests(params_of, count):
 
 def outputs_of(runner, asked, **how):
     driven = Drive(asked, 64, NUM_BLOCKS, BLOCK_SIZE, **how)
-    outputs = driven.run(runner)
-    runner.close()
-    return outputs, driven
+    return driven.run(runner), driven
 
 
 def mixed(i):
@@ -72,13 +70,16 @@ def mixed(i):
 
 def test_float32_tokens_are_the_cpus_at_every_depth_with_and_without_graphs():
     asked = requests(lambda i: greedy(30), 20)
-    expected, _ = outputs_of(make("cpu"), asked)
+    cpu = make("cpu")
+    expected, _ = outputs_of(cpu, asked)
+    cpu.close()
     for depth, uses_graphs, chunk in ((1, True, None), (2, True, 40), (3, True, 17), (2, False, None)):
         outputs, driven = outputs_of(make("cuda", depth=depth, uses_graphs=uses_graphs), asked, chunk=chunk, join=0.5)
         assert outputs == expected, f"depth {depth}, graphs {uses_graphs}"
         assert driven.num_steady > 5
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_synchronises_but_at_home():
     for params_of in (lambda i: greedy(20), mixed):
         outputs_of(runner := make("cuda", depth=2), requests(params_of, 12))  # compiles

@@ -13,24 +13,31 @@ def _copy_table(source, target, used, TILE: tl.constexpr):
 
 
 @triton.jit
+def _spread_tokens(
+    tile, ids, rows, positions, last, tables, slots, num_tokens, table_stride, P: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    tokens = tile * TILE + tl.arange(0, TILE)
+    inside = tokens < num_tokens
+    row = tl.load(rows + tokens, mask=inside, other=-1)
+    position = tl.load(positions + tokens, mask=inside, other=0)
+    token = tl.load(ids + tokens, mask=inside, other=0)
+    is_carried = inside & (row >= 0) & (token < 0)
+    tl.store(ids + tokens, tl.load(last + row, mask=is_carried, other=0), mask=is_carried)
+    block = tl.load(tables + row * table_stride + position // P, mask=row >= 0, other=0).to(tl.int64)
+    tl.store(slots + tokens, tl.where(row >= 0, block * P + position % P, -1), mask=inside)
+
+
+@triton.jit
 def _spread_kernel(
     ids, rows, positions, span_rows, lengths, last, tables, slots, span_tables, num_tokens, num_tiles,
     table_stride, span_stride, P: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if program < num_tiles:
-        tokens = program * TILE + tl.arange(0, TILE)
-        inside = tokens < num_tokens
-        row = tl.load(rows + tokens, mask=inside, other=-1).to(tl.int64)
-        position = tl.load(positions + tokens, mask=inside, other=0)
-        token = tl.load(ids + tokens, mask=inside, other=0)
-        carried = tl.load(last + row, mask=inside & (row >= 0) & (token < 0), other=0)
-        tl.store(ids + tokens, tl.where(token < 0, carried, token), mask=inside & (token < 0))
-        block = tl.load(tables + row * table_stride + position // P, mask=row >= 0, other=0).to(tl.int64)
-        tl.store(slots + tokens, tl.where(row >= 0, block * P + position % P, -1), mask=inside)
+        _spread_tokens(program, ids, rows, positions, last, tables, slots, num_tokens, table_stride, P, TILE)
     else:
         span = (program - num_tiles).to(tl.int64)
-        row = tl.load(span_rows + span).to(tl.int64)
+        row = tl.load(span_rows + span)
         used = tl.where(row >= 0, (tl.load(lengths + span) + P - 1) // P, 0)
         _copy_table(tables + row * table_stride, span_tables + span * span_stride, used, TILE)
 

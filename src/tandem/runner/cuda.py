@@ -120,8 +120,10 @@ class CudaRunner:
 
     def _admit(self, packed: Packed) -> None:
         """Departures and arrivals, as far as sampling goes; what they copy is ordered on the compute stream."""
+        self._sampling.depart(packed.plan.departures)
+        if not packed.plan.arrivals:
+            return
         with self._streams.on("compute"):
-            self._sampling.depart(packed.plan.departures)
             for arrival in packed.plan.arrivals:
                 try:
                     self._sampling.arrive(arrival)

@@ -71,7 +71,7 @@ def _lower(facts: MemoryFacts, utilization: float, least: int, otherwise: str) -
     if missing < facts.activations * 0.9:
         tokens = int(facts.max_tokens * (1.0 - missing / facts.activations) * 0.95)
         return (
-            f"lower max_batch_tokens from {facts.max_tokens} to {max(tokens, 1)} and set gpu_memory_utilization=0.97."
+            f"lower max_batch_tokens from {facts.max_tokens} to {max(tokens, 1)}; set gpu_memory_utilization to 0.97."
         )
     return "take a smaller model, or a dtype of fewer bytes; lowering max_num_seqs and max_batch_tokens is not enough."
 

@@ -82,7 +82,7 @@ class Slot:
         self.streams.record(self.moments.ready, "in")
         self.moments.sent = True
         return {
-            name: self._staging[start : start + num_bytes].view(_DTYPES[array.dtype.name]).view(array.shape)
+            name: self._staging[start : start + num_bytes].view(_DTYPES[array.dtype]).view(array.shape)
             for name, (start, num_bytes, array) in places.items()
         }
 
@@ -130,9 +130,7 @@ def _tensors(rows: LogprobRows) -> tuple[Tensor, ...]:
 
 
 _DTYPES = {
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "float32": torch.float32,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
 }

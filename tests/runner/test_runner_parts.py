@@ -1,0 +1,134 @@
+"""Buckets, clock, memory and slots of the GPU runner, without a GPU."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.errors import DeviceMemoryError
+from tandem.runner.clock import WINDOW, DeviceClock, Timekeeper
+from tandem.runner.graphs import MOST_PADDING, GraphKey, Graphs, buckets_up_to
+from tandem.runner.memory import SLACK_BYTES, MemoryFacts, cache_blocks
+from tandem.runner.outcome import Drawn
+from tandem.runner.slots import Slot
+from tandem.runner.streams import EagerStreams
+
+GIB = 1 << 30
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8192))
+def test_padding_stays_under_15_percent(limit):
+    graphs = Graphs(EagerStreams(), lambda key, bound: None, limit)
+    assert graphs.buckets == sorted(set(graphs.buckets)) and graphs.buckets[-1] == limit
+    assert len(graphs.buckets) < 70
+    for size in range(1, limit + 1, max(1, limit // 500)):
+        bucket = graphs.bucket_of(size)
+        assert bucket >= size and (bucket - size) / bucket < MOST_PADDING
+
+
+def test_buckets_are_round_where_they_can_be():
+    assert buckets_up_to(40) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40]
+
+
+def test_a_graph_is_captured_behind_its_first_run_and_then_replayed():
+    ran = []
+    graphs = Graphs(EagerStreams(), lambda key, bound: ran.append((key, bound)), 8)
+    keys = [(GraphKey(size, "greedy", (1,)), 256) for size in (8, 4, 2)]
+    assert graphs.prepare(keys, most_s=60.0) == len(graphs) == 3
+    assert ran == keys
+    graphs.step(*keys[1])
+    graphs.step(GraphKey(3, "greedy", (1,)), 256)
+    assert len(graphs) == 4 and len(ran) == 5
+
+
+def test_a_graph_without_memory_is_done_without():
+    class Full(EagerStreams):
+        def capture(self, run):
+            raise torch.OutOfMemoryError("made up")
+
+    ran = []
+    graphs = Graphs(Full(), lambda key, bound: ran.append(key), 8)
+    for _ in range(3):
+        graphs.step(GraphKey(2, "greedy", (1,)), 256)
+    assert len(ran) == 3 and graphs.num_failed == 1 and len(graphs) == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.floats(-50e-6, 50e-6))
+def test_the_clock_stays_with_the_hosts_whatever_the_drift(seed, drift):
+    rng = random.Random(seed)
+    clock, true_s, device_s = DeviceClock(), 100.0, 0.0
+    clock.anchor(true_s)
+    worst = 0.0
+    for step in range(20 * WINDOW):
+        duration_s = rng.uniform(0.5e-3, 2e-3)
+        true_s += duration_s
+        elapsed_s = duration_s * (1.0 + drift)
+        device_s += elapsed_s
+        now_s = clock.move(elapsed_s)
+        clock.seen(now_s, true_s + 5e-6 + rng.expovariate(1 / 20e-6))
+        if step > 2 * WINDOW:
+            worst = max(worst, abs(clock.now_s - true_s))
+    assert worst < 150e-6
+
+
+def test_times_are_told_from_the_end_of_the_step_before():
+    times = Timekeeper(EagerStreams(), depth=2)
+    streams, last_s = times.streams, 0.0
+    for _ in range(6):
+        moments = times.begin(idle=last_s == 0.0)
+        for name in ("began", "computed"):
+            streams.record(getattr(moments, name), "compute")
+        streams.record(moments.home, "out")
+        told = times.end(moments, waited=False)
+        assert told.submitted_s - 1e-4 <= told.began_s <= told.computed_s <= told.home_s
+        assert told.began_s >= last_s
+        last_s = told.computed_s
+
+
+def facts(**changes):
+    base = {"total": 80 * GIB, "outside": GIB, "weights": 16 * GIB, "activations": 2 * GIB, "graphs": GIB}
+    return MemoryFacts(**{**base, "max_tokens": 8192, **changes})
+
+
+def test_the_cache_gets_what_is_left():
+    free = int(80 * GIB * 0.9) - 20 * GIB - SLACK_BYTES
+    assert cache_blocks(facts(), 0.9, 2 << 20, 16) == free // (2 << 20)
+    assert cache_blocks(facts(), 0.9, 2 << 20, 16, asked_bytes=GIB) == 512
+
+
+def test_too_little_memory_names_a_setting_and_a_value_that_will_do():
+    with pytest.raises(DeviceMemoryError, match=r"raise gpu_memory_utilization to 0\.(\d+)") as caught:
+        cache_blocks(facts(), 0.2, 2 << 20, 512)
+    share = float(caught.value.hint.split("to ")[-1].rstrip("."))
+    assert cache_blocks(facts(), share, 2 << 20, 512) >= 512
+    tight = facts(total=24 * GIB, activations=8 * GIB)
+    with pytest.raises(DeviceMemoryError, match="lower max_batch_tokens from 8192 to") as caught:
+        cache_blocks(tight, 0.9, 2 << 20, 512)
+    tokens = int(caught.value.hint.split(" to ")[1].split(";")[0])
+    less = facts(total=24 * GIB, activations=8 * GIB * tokens // 8192, max_tokens=tokens)
+    assert cache_blocks(less, 0.97, 2 << 20, 512) >= 512
+    with pytest.raises(DeviceMemoryError, match="smaller model"):
+        cache_blocks(facts(total=16 * GIB), 0.9, 2 << 20, 512)
+    with pytest.raises(DeviceMemoryError, match="kv_cache_memory to at most"):
+        cache_blocks(facts(), 0.9, 2 << 20, 16, asked_bytes=200 * GIB)
+
+
+def test_a_slot_sends_in_one_copy_grows_and_fetches():
+    streams = EagerStreams()
+    slot = Slot(streams, 64, torch.arange(8), 0)
+    slot.take(Timekeeper(streams, 1).begin(idle=True))
+    with pytest.raises(AssertionError, match="taken before"):
+        slot.take(slot.moments)
+    arrays = {"a": np.arange(50), "b": np.ones((3, 2), np.float32), "none": np.zeros(0, np.int32)}
+    views = slot.send(arrays)
+    streams.wait("compute", slot.moments.ready)
+    for name, array in arrays.items():
+        assert views[name].shape == array.shape and np.array_equal(views[name].numpy(), array)
+    slot.fetch(3, Drawn(None))
+    slot.wait()
+    assert slot.tokens(3) == [0, 1, 2]
