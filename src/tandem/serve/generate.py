@@ -14,7 +14,8 @@ from tandem.request import SamplingParams
 from tandem.serve.accept import chat_params, completion_params
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.failure import read_json
-from tandem.serve.parse import MISTRAL, AnswerParser
+from tandem.serve.calls import MISTRAL
+from tandem.serve.parse import AnswerParser
 from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service

@@ -13,7 +13,8 @@ import msgspec
 
 from tandem.errors import RequestError
 from tandem.request import Constraint
-from tandem.serve.parse import HERMES, LLAMA, MISTRAL, THINK_OPEN, AnswerParser, CallFormat, Calls, Reasoning
+from tandem.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, Calls
+from tandem.serve.parse import THINK_OPEN, AnswerParser, Reasoning
 from tandem.serve.schema import ChatRequest, FunctionTool, NamedToolChoice
 
 MAX_TOOLS = 128
@@ -43,9 +44,15 @@ class ToolUse:
             return [{**first, "content": f"{first['content']}\n\n{self.instruction}"}, *messages[1:]]
         return [{"role": "system", "content": self.instruction}, *messages]
 
-    def parser(self, template: str | None, prompt_end: str) -> Callable[[], AnswerParser] | None:
-        """Makes a parser for each answer; None if the text needs none. prompt_end: the prompt's last characters."""
-        thinks = THINK_OPEN in (template or "")
+    def parser(
+        self, template: str | None, prompt_end: str, *, constrained: bool = False
+    ) -> Callable[[], AnswerParser] | None:
+        """Makes a parser for each answer; None if the text needs none.
+
+        prompt_end    the prompt's last characters.
+        constrained   a grammar governs the answer from its first token on: there is no room for thoughts.
+        """
+        thinks = THINK_OPEN in (template or "") and not constrained
         inside = thinks and prompt_end.rstrip().endswith(THINK_OPEN)
         if not thinks and self.form is None:
             return None

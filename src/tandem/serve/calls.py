@@ -1,0 +1,294 @@
+"""Tool calls in an answer's text, in the ways that model families write them. It knows neither tokens nor HTTP.
+
+    Hermes, Qwen   text <tool_call>{"name": …, "arguments": {…}}</tool_call> …
+    Mistral        text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]     or  [TOOL_CALLS]name[ARGS]{…}
+    Llama 3        {"name": …, "parameters": {…}}; {…}                     the whole answer, or none of it
+
+A call of a name that was not offered, or that is no JSON, is given as content, as it was written.
+"""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.serve.parse import Piece, ToolPiece, hold_back, space_before
+
+MAX_NAME = 256
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family writes tool calls. opening "": the whole answer is calls if it begins with "{".
+
+    arguments_key   as the family writes it; both keys are understood.
+    is_list         between opening and closing stands a list of calls, or a name and arguments.
+    """
+
+    opening: str
+    closing: str
+    arguments_key: str = "arguments"
+    is_list: bool = False
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>")
+MISTRAL = CallFormat("[TOOL_CALLS]", "", is_list=True)
+LLAMA = CallFormat("", "", arguments_key="parameters")
+
+
+class Calls:
+    """Parts text into content and tool calls of one format, without the whitespace beside calls.
+
+    names    the tools that were offered.
+    single   only the first call is given, later ones are dropped.
+    """
+
+    def __init__(self, form: CallFormat, names: Sequence[str], *, single: bool = False) -> None:
+        self._form, self._names, self._single = form, frozenset(names), single
+        self._separators = " \t\r\n,;" if form.is_list or not form.opening else " \t\r\n"
+        self._buffer = ""
+        self._space = ""  # whitespace that belongs to content if content follows, and to nothing beside a call
+        self._raw = ""  # what was written since the opening and is not known to be a call
+        self._state = self._outside if form.opening else self._start
+        self._call = CallText()
+        self._number = 0
+
+    def feed(self, text: str, *, final: bool) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._state(pieces, final):
+            pass
+        return pieces
+
+    def _start(self, pieces: list[Piece], final: bool) -> bool:
+        """Llama: what the answer begins with decides."""
+        begin = self._buffer.lstrip()
+        if not begin and not final:
+            return False
+        if begin.startswith("{"):
+            self._begin_call(CallText())
+        else:
+            self._state = self._rest
+        return True
+
+    def _rest(self, pieces: list[Piece], final: bool) -> bool:
+        self._content(self._take(len(self._buffer)), pieces)
+        return False
+
+    def _outside(self, pieces: list[Piece], final: bool) -> bool:
+        """Content, up to the next opening. Whitespace at its end is held back: a call may follow."""
+        opening = self._form.opening
+        at = self._buffer.find(opening)
+        end = at if at >= 0 else len(self._buffer) - (0 if final else hold_back(self._buffer, opening))
+        end_of_text = space_before(self._buffer, end)
+        if end_of_text:
+            self._content(self._take(end_of_text), pieces)
+        self._space += self._take(end - end_of_text)
+        if at >= 0:
+            self._raw = self._take(len(opening))
+            self._state = self._opened
+            return True
+        if final:
+            self._content("", pieces)
+        return False
+
+    def _opened(self, pieces: list[Piece], final: bool) -> bool:
+        """Behind an opening: a call, a list of calls, a name, or something that is no call."""
+        self._skip_space()
+        if not self._buffer:
+            return self._no_call(pieces) if final else False
+        if self._buffer[0] == "{":
+            self._begin_call(CallText())
+            return True
+        if not self._form.is_list:
+            return self._no_call(pieces)
+        if self._buffer[0] == "[" and not "[ARGS]".startswith(self._buffer[:6]):
+            self._raw += self._take(1)
+            self._state = self._between
+            return True
+        return self._named(pieces, final)
+
+    def _named(self, pieces: list[Piece], final: bool) -> bool:
+        head, found, _ = self._buffer.partition("{")
+        if found and len(head) <= MAX_NAME:
+            self._raw += self._take(len(head))
+            self._begin_call(CallText(head.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()))
+            return True
+        return self._no_call(pieces) if final or len(head) > MAX_NAME else False
+
+    def _begin_call(self, call: "CallText") -> None:
+        self._call, self._state = call, self._inside
+
+    def _inside(self, pieces: list[Piece], final: bool) -> bool:
+        call = self._call
+        taken = self._take(call.feed(self._buffer))
+        self._raw += taken
+        dropped = self._single and self._number > 0
+        if call.name in self._names and not dropped:
+            first, fresh = not call.announced, call.fresh_arguments()
+            if first or fresh:
+                call.announced = True
+                identity = f"call_{uuid.uuid4().hex[:24]}" if first else ""
+                pieces.append(Piece(tool=ToolPiece(self._number, identity, (call.name or "") if first else "", fresh)))
+                self._raw = self._space = ""
+        if not call.complete:
+            return self._no_call(pieces) if final and not call.announced and not dropped else False
+        if call.announced:
+            self._number += 1
+        elif call.name not in self._names:
+            self._state = self._failed
+            return True
+        self._raw = ""
+        self._state = self._between
+        return True
+
+    def _failed(self, pieces: list[Piece], final: bool) -> bool:
+        """Behind a call that is none of ours: its closing is content as well."""
+        closing = self._form.closing
+        rest = self._buffer.lstrip()
+        if closing and not final and closing.startswith(rest[: len(closing)]) and len(rest) < len(closing):
+            return False
+        if closing and rest.startswith(closing):
+            self._raw += self._take(len(self._buffer) - len(rest) + len(closing))
+        return self._no_call(pieces)
+
+    def _between(self, pieces: list[Piece], final: bool) -> bool:
+        """Behind a call: another one, the closing, or content again."""
+        self._buffer = self._buffer.lstrip(self._separators)
+        closing = "]" if self._form.is_list else self._form.closing
+        if not self._buffer:
+            return False
+        if self._buffer[0] == "{" and (self._form.is_list or not self._form.opening):
+            self._begin_call(CallText())
+            return True
+        if closing and len(self._buffer) < len(closing) and closing.startswith(self._buffer) and not final:
+            return False
+        if closing and self._buffer.startswith(closing):
+            self._take(len(closing))
+        self._raw = ""
+        self._state = self._behind if self._form.opening else self._rest
+        return True
+
+    def _behind(self, pieces: list[Piece], final: bool) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = self._outside
+        return bool(self._buffer)
+
+    def _no_call(self, pieces: list[Piece]) -> bool:
+        """What was written since the opening is content; go on behind it."""
+        raw, self._raw = self._raw, ""
+        self._content(raw, pieces)
+        self._state = self._outside if self._form.opening else self._rest
+        return True
+
+    def _skip_space(self) -> None:
+        self._raw += self._take(len(self._buffer) - len(self._buffer.lstrip()))
+
+    def _take(self, size: int) -> str:
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        return taken
+
+    def _content(self, text: str, pieces: list[Piece]) -> None:
+        text, self._space = self._space + text, ""
+        if text:
+            pieces.append(Piece(content=text))
+
+
+class CallText:
+    """One call's JSON object as it comes: where its name and its arguments are, and whether it is complete.
+
+    name   given: the object holds the arguments alone.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.text = ""
+        self.name = name
+        self.complete = self.announced = False
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self._string_start = 0
+        self._key: str | None = None
+        self._expects_value = False
+        self._arguments: tuple[int, int | None] | None = (0, None) if name is not None else None
+        self._bare = name is not None
+        self._given = 0
+
+    def feed(self, text: str) -> int:
+        """Scan characters until the object closes. Returns how many were taken."""
+        start = len(self.text)
+        for i, character in enumerate(text):
+            self.text += character
+            self._scan(start + i, character)
+            if self.complete:
+                return i + 1
+        return len(text)
+
+    def fresh_arguments(self) -> str:
+        """Text of the arguments that was not given before. Arguments written as a string come when it has ended."""
+        if self._arguments is None:
+            fresh = "{}" if self.complete and not self._given else ""
+            self._given = len(fresh)
+            return fresh
+        start, end = self._arguments
+        known = self.text[start:end]
+        if known.startswith('"'):
+            known = _unquoted(known) if end is not None else ""
+        fresh, self._given = known[self._given :], max(self._given, len(known))
+        return fresh
+
+    def _scan(self, at: int, character: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+                if self._depth == 1:
+                    self._end_string(at)
+            return
+        if self._depth == 1 and self._expects_value and not character.isspace():
+            self._expects_value = False
+            if self._key in ARGUMENT_KEYS and self._arguments is None:
+                self._arguments = (at, None)
+        if character == '"':
+            self._in_string, self._string_start = True, at
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._close(at)
+        elif self._depth == 1 and character == ":":
+            self._expects_value = True
+        elif self._depth == 1 and character == "," and not self._bare:
+            self._end_value(at)
+            self._key = None
+
+    def _close(self, at: int) -> None:
+        if self._depth == 1:
+            self._end_value(at + 1 if self._bare else at)
+        self._depth -= 1
+        if self._depth == 1 and not self._bare:
+            self._end_value(at + 1)
+        self.complete = self._depth == 0
+
+    def _end_string(self, at: int) -> None:
+        try:
+            value = json.loads(self.text[self._string_start : at + 1])
+        except ValueError:
+            return
+        if self._key is None:
+            self._key = value
+        elif self._key == "name" and self.name is None:
+            self.name = value
+
+    def _end_value(self, at: int) -> None:
+        if self._arguments is not None and self._arguments[1] is None:
+            self._arguments = (self._arguments[0], at)
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return str(json.loads(text.strip()))
+    except ValueError:
+        return text

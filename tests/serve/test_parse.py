@@ -1,0 +1,134 @@
+"""Reasoning and tool calls out of an answer's text: formats, oddities, and that cutting changes nothing."""
+
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tandem.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, Calls
+from tandem.serve.parse import AnswerParser, Reasoning
+
+NAMES = ("weather", "time")
+CALL = '{"name": "weather", "arguments": {"city": "Paris", "days": [1, {"x": "}\\""}]}}'
+ARGUMENTS = '{"city": "Paris", "days": [1, {"x": "}\\""}]}'
+
+
+def parse(parser: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """(content, reasoning, calls as (name, arguments)) joined over all pieces."""
+    content, reasoning, calls = "", "", {}
+    for place, text in enumerate(pieces):
+        for piece in parser.feed(text, final=place == len(pieces) - 1):
+            assert (bool(piece.content) + bool(piece.reasoning) + (piece.tool is not None)) == 1
+            content += piece.content
+            reasoning += piece.reasoning
+            if piece.tool is not None:
+                assert bool(piece.tool.id) == (piece.tool.index not in calls), "an id comes once, first"
+                piece.tool.add_to(calls)
+    assert sorted(calls) == list(range(len(calls)))
+    return content, reasoning, [(c["function"]["name"], c["function"]["arguments"]) for c in calls.values()]
+
+
+def calls_of(form: CallFormat, text: str, **options) -> tuple[str, list[tuple[str, str]]]:
+    content, _, calls = parse(Calls(form, NAMES, **options), [text])
+    return content, calls
+
+
+def test_hermes_calls_between_content() -> None:
+    text = f"I look.\n <tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n Done. "
+    assert calls_of(HERMES, text) == ("I look.Done. ", [("weather", ARGUMENTS)] * 2)
+    assert calls_of(HERMES, text, single=True)[1] == [("weather", ARGUMENTS)]
+
+
+def test_llama_calls_are_the_whole_answer() -> None:
+    one = '{"name": "time", "parameters": {"zone": "CET"}}'
+    assert calls_of(LLAMA, f" {one}") == ("", [("time", '{"zone": "CET"}')])
+    assert calls_of(LLAMA, f"{one}; {one}") == ("", [("time", '{"zone": "CET"}')] * 2)
+    assert calls_of(LLAMA, f"It is so: {one}") == (f"It is so: {one}", [])
+    assert calls_of(LLAMA, '{"answer": 3}') == ('{"answer": 3}', [])
+
+
+def test_mistral_calls_as_list_and_by_name() -> None:
+    assert calls_of(MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]") == ("", [("weather", ARGUMENTS)] * 2)
+    named = f"Yes. [TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]time[CALL_ID]a1[ARGS]{{}}"
+    assert calls_of(MISTRAL, named) == ("Yes.", [("weather", ARGUMENTS), ("time", "{}")])
+
+
+@pytest.mark.parametrize(
+    "written", ['{"name": "time"}', '{"arguments": {}, "name": "time"}', '{"name":"time","arguments":"{}"}']
+)
+def test_odd_but_valid_calls(written: str) -> None:
+    assert calls_of(HERMES, f"<tool_call>{written}</tool_call>") == ("", [("time", "{}")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a <tool_call>no json</tool_call> b",
+        'a  <tool_call> {"name": "unknown", "arguments": {}} </tool_call> b',
+        'a <tool_call>{"name": "wea',
+        "a <tool_call> ",
+        "a <tool_ca",
+        "<b> < <tool <toolx",
+        " \n ",
+    ],
+)
+def test_what_is_no_call_stays_content_as_written(text: str) -> None:
+    assert calls_of(HERMES, text) == (text, [])
+
+
+def test_a_call_cut_short_keeps_what_came() -> None:
+    assert calls_of(HERMES, '<tool_call>{"name": "time", "arguments": {"zo') == ("", [("time", '{"zo')])
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "content", "reasoning"),
+    [
+        ("\n<think>\nHm. Ha.\n</think>\n\nYes. ", False, "Yes. ", "Hm. Ha."),
+        ("Hm.</think>Yes.", True, "Yes.", "Hm."),
+        ("Hm. no end ", True, "", "Hm. no end "),
+        ("plain <think>x</think>", False, "plain <think>x</think>", ""),
+        ("  plain", False, "  plain", ""),
+        ("<thin", False, "<thin", ""),
+        ("<think></think> a", False, "a", ""),
+        ("<think>a</think> b </think> c", False, "b </think> c", "a"),
+    ],
+)  # fmt: skip
+def test_reasoning(text: str, inside: bool, content: str, reasoning: str) -> None:
+    assert parse(Reasoning(None, inside=inside), [text])[:2] == (content, reasoning)
+
+
+PARTS = st.sampled_from([
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "[ARGS]", CALL, '{"name": "time"}',
+    '{"name": "nobody", "arguments": 1}', '{"name": "time", "parameters": "{\\"a\\": 1}"}', "weather", " ", "\n", "\n\n", ",", ";",
+    "a", "{", "}", '"', "\\", "<", "<t", "</", "text. ", "[CALL_ID]", "5 ",
+])  # fmt: skip
+
+
+@given(
+    parts=st.lists(PARTS, max_size=14), cuts=st.lists(st.integers(0, 400), max_size=30),
+    form=st.sampled_from([HERMES, LLAMA, MISTRAL, None]), thinks=st.sampled_from([None, False, True]), single=st.booleans(),
+)  # fmt: skip
+@example([f" <tool_call> {CALL} </tool_call> x"], list(range(100)), HERMES, None, False)
+@example(["<think> a </think> ", '{"name": "time", "parameters": {}}', " ; x"], list(range(100)), LLAMA, False, False)
+@settings(deadline=None, max_examples=300)
+def test_cutting_changes_nothing(parts, cuts, form, thinks, single) -> None:
+    text = "".join(parts)
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+    def make() -> AnswerParser:
+        calls = Calls(form, NAMES, single=single) if form is not None else None
+        return calls if thinks is None and calls is not None else Reasoning(calls, inside=bool(thinks))
+
+    whole = parse(make(), [text])
+    assert parse(make(), [*pieces, ""]) == whole
+    assert parse(make(), list(text) or [""]) == whole
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = Calls(HERMES, NAMES)
+    pieces = [p for c in f"<tool_call>{CALL}" for p in parser.feed(c, final=False)]
+    tools = [piece.tool for piece in pieces]
+    assert all(tools) and tools[0].name == "weather" and len(tools) > 20
+    assert json.loads("".join(t.arguments for t in tools)) == json.loads(ARGUMENTS)
