@@ -7,14 +7,15 @@ from tandem.kernels.launch import runs_triton
 from tandem.kernels.norm import rms_norm_torch, sum_parts
 
 
-def rotate_torch(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split ("NeoX") layout: x·cos + rotate_half(x)·sin, in float32.
+def rotate_torch(x_THD: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+    """Rotary position embedding in the half-split ("NeoX") layout, in float32.
 
-    cos_TD and sin_TD have the two halves equal, [T, D].
+    The halves (a, b) of each head become (a·cos - b·sin, b·cos + a·sin); cos_Td and sin_Td are [T, D/2].
     """
     first_THd, second_THd = x_THD.float().chunk(2, dim=-1)
-    rotated_THD = torch.cat((-second_THd, first_THd), dim=-1)
-    return (x_THD.float() * cos_TD[:, None] + rotated_THD * sin_TD[:, None]).to(x_THD.dtype)
+    cos_T1d, sin_T1d = cos_Td[:, None], sin_Td[:, None]
+    turned_THd = torch.addcmul(first_THd * cos_T1d, second_THd, sin_T1d, value=-1.0)
+    return torch.cat((turned_THd, torch.addcmul(second_THd * cos_T1d, first_THd, sin_T1d)), dim=-1).to(x_THD.dtype)
 
 
 def norm_rope_store_torch(
@@ -30,19 +31,20 @@ def norm_rope_store_torch(
     Returns the rotated queries, [T, H, D].
     """
     num_kv_heads, head_dim = keys_NPKD.shape[2:]
-    widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
     qkv_TX = qkv if qkv.dim() == 2 else sum_parts(qkv).to(keys_NPKD.dtype)
-    queries, keys, values = (part.unflatten(-1, (-1, head_dim)) for part in qkv_TX.split(widths, dim=-1))
+    heads_TYD = qkv_TX.view(len(qkv_TX), num_heads + 2 * num_kv_heads, head_dim)
+    rotated_TYD, values = heads_TYD[:, : num_heads + num_kv_heads], heads_TYD[:, num_heads + num_kv_heads :]
     if query_norm_D is not None and key_norm_D is not None:
-        queries, keys = rms_norm_torch(queries, query_norm_D, eps), rms_norm_torch(keys, key_norm_D, eps)
-    cos_Td, sin_Td = cos_sin_LD[positions_T].chunk(2, dim=-1)
-    cos_TD, sin_TD = torch.cat((cos_Td, cos_Td), -1), torch.cat((sin_Td, sin_Td), -1)
-    written = slots_T >= 0
-    slots, written_all = (slots_T, True) if bool(written.all()) else (slots_T[written], False)
-    keys = rotate_torch(keys, cos_TD, sin_TD)
-    keys_NPKD.flatten(0, 1)[slots] = (keys if written_all else keys[written]).to(keys_NPKD.dtype)
-    values_NPKD.flatten(0, 1)[slots] = (values if written_all else values[written]).to(values_NPKD.dtype)
-    return rotate_torch(queries, cos_TD, sin_TD)
+        queries, keys = rotated_TYD[:, :num_heads], rotated_TYD[:, num_heads:]
+        rotated_TYD = torch.cat((rms_norm_torch(queries, query_norm_D, eps), rms_norm_torch(keys, key_norm_D, eps)), 1)
+    rotated_TYD = rotate_torch(rotated_TYD, *cos_sin_LD.index_select(0, positions_T).chunk(2, dim=-1))
+    keys, slots = rotated_TYD[:, num_heads:], slots_T
+    if len(slots_T) and int(slots_T.min()) < 0:
+        written = slots_T >= 0
+        keys, values, slots = keys[written], values[written], slots_T[written]
+    keys_NPKD.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, keys.to(keys_NPKD.dtype))
+    values_NPKD.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, values.to(values_NPKD.dtype))
+    return rotated_TYD[:, :num_heads]
 
 
 def norm_rope_store(

@@ -18,7 +18,7 @@ from tandem.models.blocks import Block, SandwichBlock
 from tandem.models.spec import ModelSpec
 
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|self_attn\.(masked_)?bias$")
-IGNORED_TOWERS = ("vision_tower.", "multi_modal_projector.")
+TOWERS = ("vision_tower.", "multi_modal_projector.")
 
 
 class Decoder(nn.Module):
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             places |= {f"model.layers.{layer}.{name}": target for name, target in block.targets().items()}
-        return {f"{self.spec.tensor_prefix}{name}": target for name, target in places.items()}
+        return places
 
     def _embedding_target(self) -> Target:
         head = self.head.target() if self.head is not None and self.spec.tied else None
@@ -97,7 +97,6 @@ class Decoder(nn.Module):
 
     def ignored(self, name: str) -> bool:
         """A tensor that a checkpoint may hold and this model does not need: rotary buffers, a tied head, a tower."""
-        if self.spec.tensor_prefix and name.startswith(IGNORED_TOWERS):
+        if self.spec.multimodal and name.removeprefix("model.").startswith(TOWERS):
             return True
-        inner = name.removeprefix(self.spec.tensor_prefix)
-        return IGNORED.search(inner) is not None or (self.spec.tied and inner == "lm_head.weight")
+        return IGNORED.search(name) is not None or (self.spec.tied and name == "lm_head.weight")

@@ -34,9 +34,8 @@ def build(
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Read the content of config.json. Raises ModelError, naming what is missing or unsupported."""
     config = dict(config)
-    prefix = ""
-    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), Mapping):
-        prefix = "language_model."
+    multimodal = config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), Mapping)
+    if multimodal:
         inherited: dict[str, Any] = {
             key: config[key] for key in ("torch_dtype", "dtype", "quantization_config") if key in config
         }
@@ -47,7 +46,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         method = dict(config["quantization_config"]).get("quant_method", "?")
         raise ModelError(f"the checkpoint is quantised ({method}), which is not supported.")
     numbers = {**_sizes(reader), **_ropes(reader), **FAMILIES[family].differences(reader)}
-    spec = ModelSpec(family=family, tensor_prefix=prefix, dtype=_dtype(config), **numbers)
+    spec = ModelSpec(family=family, multimodal=multimodal, dtype=_dtype(config), **numbers)
     _check(spec)
     return spec
 

@@ -34,7 +34,7 @@ class ModelSpec:
     score_softcap, logit_softcap  s·tanh(x/s) on scores and logits; None: off.
     sandwich         norms behind attention and feed-forward too (Gemma 2 and 3).
     norm_offset      added to the norms' weights of the checkpoint (Gemma: 1).
-    tensor_prefix    what stands before every tensor's name in the checkpoint.
+    multimodal       the checkpoint holds other towers besides this text model.
     """
 
     family: str
@@ -65,7 +65,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     mixture: MixtureSpec | None = None
     dtype: str | None = None
-    tensor_prefix: str = ""
+    multimodal: bool = False
 
     def attention_shape(self, layer: int) -> AttentionShape:
         return AttentionShape(
