@@ -257,3 +257,19 @@ def test_lockstep_counts_as_step_by_step_does() -> None:
         assert ours.parts_s == pytest.approx(theirs.parts_s)
         assert (ours.num_tokens, ours.num_decodes, ours.end_s) == (theirs.num_tokens, theirs.num_decodes, theirs.end_s)
         assert sum(ours.parts_s.values()) == pytest.approx(ours.total_s, rel=1e-9)
+
+
+def test_prefill_decode_and_waits_by_reason_add_up() -> None:
+    metrics, ledger = Metrics(), RequestLedger()
+    teller = Teller(metrics, ledger)
+    teller.add("a")
+    teller.run(chunks=("a",), new=("a",), held="")
+    teller.add("b")
+    teller.run(decodes=("a",), held="rows")
+    teller.run(decodes=("a",), finish={"a": "stop"}, held="rows")
+    teller.run(chunks=("b",), new=("b",), finish={"b": "length"})
+    assert metrics.prefill_s.count == 2 and metrics.prefill_s.sum == pytest.approx(3.0)
+    assert metrics.decode_s.count == 2 and metrics.decode_s.sum == pytest.approx(3.0)
+    assert ledger.queue_why_s["rows"] == pytest.approx(3.0)
+    assert sum(ledger.queue_why_s.values()) == pytest.approx(metrics.queue_s.sum)
+    assert set(ledger.queue_why_s) == {"mail", "next plan", "rows", "tokens", "blocks"}

@@ -151,3 +151,15 @@ def test_picture_shows_something(tmp_path: Path) -> None:
 def test_picture_of_nothing_is_an_error_that_teaches(tmp_path: Path) -> None:
     with pytest.raises(TandemError, match="hint"):
         write_picture(Timeline(), tmp_path / "timeline.png")
+
+
+def test_recent_gives_the_newest_steps_behind_a_number_oldest_first() -> None:
+    timeline = Timeline(depth=2, capacity=8)
+    for step in range(20):
+        plan = StepPlan(step, [])
+        timeline.step_submitted(plan, step + 0.1, step + 0.2, step + 0.3)
+        timeline.step_collected(plan, StepResult(step, []), [], step + 0.3, step + 0.8, step + 0.9)
+    assert [record.step for record in timeline.recent(15, 10)] == [16, 17, 18, 19]
+    assert [record.step for record in timeline.recent(-1, 3)] == [17, 18, 19]
+    assert [record.step for record in timeline.recent(-1, 100)] == list(range(12, 20))
+    assert timeline.recent(19, 5) == []

@@ -15,7 +15,7 @@ from tandem.config import Facts, Resolved, Settings
 from tandem.engine import sizing
 from tandem.engine.admission import Errand
 from tandem.engine.contract import Card, Mailbox
-from tandem.engine.loop import Loop
+from tandem.engine.loop import Loop, snapshot
 from tandem.engine.null_model import CONFIG, KV_ELEMENTS, TEMPLATE, byte_tokenizer_json
 from tandem.engine.sizing import Shape
 from tandem.errors import ModelError, RequestError, SettingError, TandemError
@@ -120,6 +120,8 @@ def make_loop(
         "metrics": Errand(lambda _: plain_metrics(metrics)),
         "timeline": Errand(lambda _: timeline.numbers()),
         "trace": Errand(lambda _: events(timeline)),
+        "steps": Errand(lambda wanted: _steps(timeline, wanted)),
+        "state": Errand(lambda _: _state(planner, built.runner, ledger)),
         "account": Errand(lambda request: _account(ledger, request)),
         "check": Errand(lambda _: planner.check(), drains=True),
     }
@@ -304,6 +306,17 @@ def plain_metrics(metrics: Metrics) -> list[dict[str, Any]]:
         {**family._asdict(), "samples": [{"labels": s.labels, "value": plain(s.value)} for s in family.samples]}
         for family in metrics.families()
     ]
+
+
+def _steps(timeline: Timeline, wanted: str) -> dict[str, Any]:
+    """Moments of the newest steps. wanted: "AFTER LIMIT", see Timeline.recent."""
+    after, _, limit = wanted.partition(" ")
+    steps = timeline.recent(int(after or -1), int(limit or 100))
+    return {"now_s": time.perf_counter(), "depth": timeline.depth, "steps": [dataclasses.asdict(s) for s in steps]}
+
+
+def _state(planner: Scheduler, runner: Runner, ledger: RequestLedger) -> dict[str, Any]:
+    return {"planner": snapshot(planner), "runner": snapshot(runner), "queue_s": dict(ledger.queue_why_s)}
 
 
 def _account(ledger: RequestLedger, request: str) -> dict[str, Any] | None:

@@ -76,7 +76,7 @@ class _Stream:
     prompt_length: int
     counts_prompt: bool
     running: bool = False
-    planned: bool = False
+    planned_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
     num_generated: int = 0
@@ -100,6 +100,8 @@ class Metrics(Observer):
         self.num_step_tokens = 0
         self.host_s = {"plan": 0.0, "submit": 0.0, "wait": 0.0, "settle": 0.0}
         self.queue_s = Histogram(LATENCY_BUCKETS_S)
+        self.prefill_s = Histogram(LATENCY_BUCKETS_S)
+        self.decode_s = Histogram(LATENCY_BUCKETS_S)
         self.ttft_s = Histogram(LATENCY_BUCKETS_S)
         self.itl_s = Histogram(TOKEN_GAP_BUCKETS_S)
         self.tpot_s = Histogram(TOKEN_GAP_BUCKETS_S)
@@ -134,8 +136,8 @@ class Metrics(Observer):
             self._set_running(name, False)
         for arrival in plan.arrivals:
             stream = self._set_running(arrival.request, True)
-            if stream is not None and not stream.planned:
-                stream.planned = True
+            if stream is not None and not stream.planned_s:
+                stream.planned_s = began_s
                 self.queue_s.observe(max(0.0, began_s - stream.arrival_s))
 
     def step_collected(
@@ -212,6 +214,7 @@ class Metrics(Observer):
         else:
             stream.first_s = now_s
             self.ttft_s.observe(now_s - stream.arrival_s)
+            self.prefill_s.observe(now_s - (stream.planned_s or stream.arrival_s))
             self.prompt_lengths.observe(stream.prompt_length)
             if stream.counts_prompt:
                 self.num_prompt_tokens += stream.prompt_length
@@ -234,6 +237,7 @@ class Metrics(Observer):
             self.num_finished[reason] += 1
             self.e2e_s.observe(now_s - stream.arrival_s)
             self.generated_lengths.observe(stream.num_generated)
+            self.decode_s.observe(stream.last_s - stream.first_s)
             if stream.num_generated > 1:
                 self.tpot_s.observe((stream.last_s - stream.first_s) / (stream.num_generated - 1))
 
@@ -271,6 +275,8 @@ class Metrics(Observer):
             Family("num_requests_running", "gauge", "Streams in the batch.", [Sample({}, self.num_running)]),
             Family("num_requests_waiting", "gauge", "Streams that wait for a row.", [Sample({}, self.num_waiting)]),
             histogram("request_queue_time_seconds", "From arrival until first planned.", self.queue_s),
+            histogram("request_prefill_time_seconds", "From first planned to the first token.", self.prefill_s),
+            histogram("request_decode_time_seconds", "From the first token to the last.", self.decode_s),
             histogram("time_to_first_token_seconds", "From arrival to the first token.", self.ttft_s),
             histogram("inter_token_latency_seconds", "Between a stream's tokens.", self.itl_s),
             histogram("request_time_per_output_token_seconds", "Mean time a token after the first.", self.tpot_s),

@@ -19,6 +19,7 @@ from tandem.request import Change, Request
 
 NEXT_PLAN = "next plan"
 PARTS = ("queue", "preempted", "prefill", "decode", "behind", "host_gap", "delivery")
+REASONS = ("mail", NEXT_PLAN, "rows", "tokens", "blocks")
 
 
 @dataclass(slots=True)
@@ -73,9 +74,13 @@ class _Open:
 
 
 class RequestLedger(Observer):
-    """Keeps the accounts of live requests and of the last ``capacity`` that ended."""
+    """Keeps the accounts of live requests and of the last ``capacity`` that ended.
+
+    queue_why_s   seconds that requests have waited for a row, by reason, over all that wait no more.
+    """
 
     def __init__(self, capacity: int = 1024) -> None:
+        self.queue_why_s: dict[str, float] = dict.fromkeys(REASONS, 0.0)
         self._open: dict[str, _Open] = {}
         self._ended: dict[str, Account] = {}
         self._order: deque[str] = deque()
@@ -202,6 +207,8 @@ class RequestLedger(Observer):
             waited_s = seconds - entry.why_at.get(reason, 0.0)
             if waited_s > 0.0:
                 why[reason] = why.get(reason, 0.0) + waited_s
+        for reason, waited_s in why.items():
+            self.queue_why_s[reason] = self.queue_why_s.get(reason, 0.0) + waited_s
 
     def _close(self, request: str, finish: str, now_s: float) -> None:
         entry = self._open.pop(request, None)

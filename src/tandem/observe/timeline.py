@@ -128,6 +128,15 @@ class Timeline(Observer):
         self._add_up(record)
         self._last = record
 
+    def recent(self, after: int, limit: int) -> list[StepRecord]:
+        """The newest steps behind the step numbered ``after``, at most ``limit`` of them, oldest first: O(limit)."""
+        found: list[StepRecord] = []
+        for record in reversed(self.steps):
+            if record.step <= after or len(found) == limit:
+                break
+            found.append(record)
+        return found[::-1]
+
     def _ended(self, request: str, now_s: float) -> None:
         self._live.discard(request)
         if not self._live:

@@ -73,6 +73,7 @@ class CudaRunner:
         self._slots = [Slot(streams, staging_bytes, self._home_DR[turn], turn) for turn in range(depth)]
         self._times = Timekeeper(streams, depth)
         self._num_submitted = self._num_collected = self._num_failed = 0
+        self._num_lanes_run = self._num_lanes_padded = 0
         self._path, self._windows = GREEDY, _windows(model.spec)
 
     @classmethod
@@ -188,6 +189,8 @@ class CudaRunner:
         bound = max(SHORTEST_BOUND, 1 << (packed.max_length - 1).bit_length())
         key = GraphKey(size, self._path, self._splits(size, bound))
         if self._uses_graphs:
+            self._num_lanes_run += size
+            self._num_lanes_padded += size - num_spans
             self._graphs.step(key, bound)
         else:
             self._decode(key, bound)
@@ -317,6 +320,8 @@ class CudaRunner:
             "steps": self._num_collected,
             "graphs": len(self._graphs),
             "graph_capture_s": self._graphs.capture_s,
+            "graph_rows": self._num_lanes_run,
+            "graph_padding_rows": self._num_lanes_padded,
             "out_of_memory": self._num_failed,
         }
 
