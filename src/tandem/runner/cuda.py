@@ -75,6 +75,7 @@ class CudaRunner:
         self._num_submitted = self._num_collected = self._num_failed = 0
         self._num_lanes_run = self._num_lanes_padded = 0
         self._path, self._windows = GREEDY, _windows(model.spec)
+        self._known_splits: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @classmethod
     def create(cls, spec: Any, source: Any, resolved: Resolved, *, num_tokens: int | None = None) -> "CudaRunner":
@@ -142,18 +143,12 @@ class CudaRunner:
         layout = packed.layout
         if layout is not None:
             self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
-            arrays |= self._lane_arrays(packed, layout) if packed.decode else _span_arrays(layout)
-            if self._path != GREEDY:
-                arrays |= self._sampling.arrays(layout.rows_R)
-                if not packed.decode:
-                    arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
+            numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)
+            if packed.decode:
+                arrays |= Lanes.arrays(self._size_of(packed), layout.rows_S, layout.starts_S, numbers)
+            else:
+                arrays |= _span_arrays(layout, numbers)
         return slot.send(arrays) if arrays else {}
-
-    def _lane_arrays(self, packed: Packed, layout: Layout) -> dict[str, np.ndarray]:
-        size = self._size_of(packed)
-        rows_S, starts_S = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
-        rows_S[: packed.num_spans], starts_S[: packed.num_spans] = layout.rows_S, layout.starts_S
-        return {"rows": rows_S, "starts": starts_S}
 
     def _size_of(self, packed: Packed) -> int:
         return self._graphs.bucket_of(packed.num_spans) if self._uses_graphs else packed.num_spans
@@ -165,11 +160,7 @@ class CudaRunner:
         if packed.plan.block_copies:
             self._cache.copy_blocks(sent["copies"][:, 0], sent["copies"][:, 1])
         if packed.decode and packed.layout is not None:
-            lanes = self._lanes
-            lanes.rows_S[: len(sent["rows"])].copy_(sent["rows"])
-            lanes.starts_S[: len(sent["starts"])].copy_(sent["starts"])
-            for name in NUMBERS if self._path != GREEDY else ():
-                lanes.numbers[name][: packed.num_spans].copy_(sent[name])
+            self._lanes.take(sent)
 
     def _compute(self, packed: Packed, slot: Slot, sent: Mapping[str, Tensor]) -> Drawn:
         """Forward and sampling. If memory runs out, the newest request of the step fails and the rest goes on."""
@@ -261,10 +252,15 @@ class CudaRunner:
 
     def _splits(self, size: int, bound: int) -> tuple[int, ...]:
         """What the attention backend bakes into a graph: its splits, or else the bound itself."""
-        num_splits = getattr(self._backend, "num_splits", None)
-        if num_splits is None or getattr(self._backend, "deterministic", False):
-            return (bound,)
-        return tuple(num_splits(size, min(bound, window or bound), self._cache.keys[0]) for window in self._windows)
+        found = self._known_splits.get((size, bound))
+        if found is None:
+            found = (bound,)
+            num_splits = getattr(self._backend, "num_splits", None)
+            if num_splits is not None and not getattr(self._backend, "deterministic", False):
+                keys_NPKD = self._cache.keys[0]
+                found = tuple(num_splits(size, min(bound, window or bound), keys_NPKD) for window in self._windows)
+            self._known_splits[size, bound] = found
+        return found
 
     def _without_newest(self, packed: Packed) -> Packed:
         if not packed.num_spans:
@@ -277,12 +273,9 @@ class CudaRunner:
         self._streams.drain()
         layout = packed.layout
         assert layout is not None
-        arrays = _span_arrays(layout)
         self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
-        if self._path != GREEDY:
-            arrays |= self._sampling.arrays(layout.rows_R)
-            arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
-        sent = slot.send(arrays)
+        numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)
+        sent = slot.send(_span_arrays(layout, numbers))
         self._streams.wait("compute", slot.moments.ready)
         return sent
 
@@ -326,8 +319,9 @@ class CudaRunner:
         }
 
 
-def _span_arrays(layout: Layout) -> dict[str, np.ndarray]:
-    return {
+def _span_arrays(layout: Layout, numbers: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    """What to send of a step with prompts in it."""
+    arrays = {
         "ids": layout.ids_T,
         "positions": layout.positions_T,
         "rows_T": layout.rows_T,
@@ -337,6 +331,10 @@ def _span_arrays(layout: Layout) -> dict[str, np.ndarray]:
         "lengths": layout.lengths_S,
         "query_starts": layout.query_starts_S1,
     }
+    if numbers is not None:
+        arrays |= numbers
+        arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
+    return arrays
 
 
 def _windows(spec: Any) -> tuple[int | None, ...]:

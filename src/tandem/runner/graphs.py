@@ -7,10 +7,11 @@ lanes below, allocated before; a graph of bucket b reads and writes the first b 
 import bisect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from tandem.runner.streams import Streams
 log = logging.getLogger("tandem.runner")
 
 MOST_PADDING = 0.15
+NARROW = ("temperatures", "top_ks", "top_ps", "min_ps")
 
 
 def buckets_up_to(limit: int) -> list[int]:
@@ -48,9 +50,12 @@ class GraphKey(NamedTuple):
 class Lanes:
     """Static buffers of decode steps, one lane a span. rows_S -1: padding. starts_S: position of the next token.
 
-    The names are those of Batch; numbers are what sampling needs of each lane.
+    The names are those of Batch; numbers are what sampling needs of each lane. What the host sends lies together, in
+    wide_3S (int64: rows, starts, seeds) and narrow_4S (32 bits: the other numbers), so that two copies bring it all.
     """
 
+    wide_3S: Tensor
+    narrow_4S: Tensor
     rows_S: Tensor
     starts_S: Tensor
     ids_S: Tensor
@@ -69,19 +74,47 @@ class Lanes:
         def zeros(kind: torch.dtype) -> Tensor:
             return torch.zeros(num_lanes, dtype=kind, device=device)
 
-        wide = torch.int64
+        wide_3S = torch.zeros((3, num_lanes), dtype=torch.int64, device=device)
+        narrow_4S = torch.zeros((4, num_lanes), dtype=torch.int32, device=device)
+        wide_3S[0] = -1
+        numbers = {name: narrow_4S[place].view(NUMBERS[name]) for place, name in enumerate(NARROW)}
         return cls(
-            rows_S=torch.full((num_lanes,), -1, dtype=wide, device=device),
-            starts_S=zeros(wide),
-            ids_S=zeros(wide),
-            positions_S=zeros(wide),
-            slots_S=torch.full((num_lanes,), -1, dtype=wide, device=device),
+            wide_3S=wide_3S,
+            narrow_4S=narrow_4S,
+            rows_S=wide_3S[0],
+            starts_S=wide_3S[1],
+            ids_S=zeros(torch.int64),
+            positions_S=zeros(torch.int64),
+            slots_S=torch.full((num_lanes,), -1, dtype=torch.int64, device=device),
             lengths_S=zeros(torch.int32),
             query_starts_S1=torch.arange(num_lanes + 1, dtype=torch.int32, device=device),
             tables_SB=torch.zeros((num_lanes, max_blocks), dtype=torch.int32, device=device),
             hidden_SE=torch.zeros((num_lanes, hidden_size), dtype=dtype, device=device),
-            numbers={name: zeros(kind) for name, kind in NUMBERS.items()},
+            numbers={**numbers, "seeds": wide_3S[2]},
         )
+
+    @staticmethod
+    def arrays(
+        size: int, rows_S: np.ndarray, starts_S: np.ndarray, numbers: Mapping[str, np.ndarray] | None
+    ) -> dict[str, np.ndarray]:
+        """What to send for these spans and padding up to size. numbers: None if all are greedy."""
+        count = len(rows_S)
+        wide_3S = np.zeros((2 if numbers is None else 3, size), dtype=np.int64)
+        wide_3S[0, count:] = -1
+        wide_3S[0, :count], wide_3S[1, :count] = rows_S, starts_S
+        if numbers is None:
+            return {"wide": wide_3S}
+        wide_3S[2, :count] = numbers["seeds"]
+        narrow_4S = np.zeros((4, size), dtype=np.int32)
+        for place, name in enumerate(NARROW):
+            narrow_4S[place, :count] = numbers[name].view(np.int32)
+        return {"wide": wide_3S, "narrow": narrow_4S}
+
+    def take(self, sent: Mapping[str, Tensor]) -> None:
+        """Copy what was sent into place."""
+        for name, lanes in (("wide", self.wide_3S), ("narrow", self.narrow_4S)):
+            if name in sent:
+                lanes[: sent[name].shape[0], : sent[name].shape[1]].copy_(sent[name])
 
     def batch(self, size: int, max_length: int) -> Batch:
         """The first lanes as a Batch of one token each."""

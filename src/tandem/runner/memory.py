@@ -70,9 +70,8 @@ def _lower(facts: MemoryFacts, utilization: float, least: int, otherwise: str) -
     missing = least - facts.free_at(0.97)
     if missing < facts.activations * 0.9:
         tokens = int(facts.max_tokens * (1.0 - missing / facts.activations) * 0.95)
-        return (
-            f"lower max_batch_tokens from {facts.max_tokens} to {max(tokens, 1)}; set gpu_memory_utilization to 0.97."
-        )
+        lower = f"lower max_batch_tokens from {facts.max_tokens} to {max(tokens, 1)}"
+        return f"{lower}; set gpu_memory_utilization to 0.97."
     return "take a smaller model, or a dtype of fewer bytes; lowering max_num_seqs and max_batch_tokens is not enough."
 
 

@@ -6,7 +6,7 @@ missing wait or a buffer that is written again too early shows as wrong tokens i
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +100,11 @@ class CudaStreams:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is void; what matters is why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
 
 
