@@ -6,6 +6,7 @@ Bed(settings, batch) ─► a runner ─► static │ synchronous (depth 1) │
 """
 
 import dataclasses
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -76,6 +77,7 @@ class Bed:
         """Run a workload: depth 0 is static batching, else continuous batching with so many steps in flight."""
         planner = self._planner(depth, min(batch or self.batch, self.batch))
         shared = SharedRunner(self.built.runner, max(depth, 1), self._taken)
+        gc.collect()  # now rather than in between
         try:
             return drive(NAMES[depth], planner, shared, requests_of(workload, params, eos), observers)
         finally:

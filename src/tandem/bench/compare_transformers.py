@@ -14,6 +14,8 @@ from tandem.bench.drive import Record, Run
 from tandem.bench.workload import Workload
 from tandem.errors import TandemError
 
+PAGE, MOST_TOKENS = 256, 2048
+
 
 class Transformers:
     """A model loaded by transformers. Raises TandemError if it is not installed or the weights cannot be read."""
@@ -42,7 +44,7 @@ class Transformers:
         prompts = [list(asked.prompt) for asked in workload.asked]
         longest = max(asked.max_tokens for asked in workload.asked)
         config = self._generation(longest, workload.ignore_eos)
-        options = {"generation_config": config, "continuous_batching_config": self._batching()}
+        options = {"generation_config": config, "continuous_batching_config": self._batching(workload)}
         warm = [[(token + 1) % 1000 for token in prompt] for prompt in prompts]
         self._model.destroy_cached_continuous_batching_manager()  # it is sized for the requests that it was made for
         self._model.generate_batch(warm, max_new_tokens=4, persistent_manager=True, **options)
@@ -97,10 +99,16 @@ class Transformers:
             eos_token_id=-1 if ignore_eos else own.eos_token_id,  # -1: an id that no token has
         )
 
-    def _batching(self) -> Any:
+    def _batching(self, workload: Workload) -> Any:
+        """On a GPU transformers sizes itself. On a CPU it would fill most of the memory, so it gets what it needs."""
         from transformers import ContinuousBatchingConfig
 
-        return ContinuousBatchingConfig(allow_block_sharing=False)
+        sizes: dict[str, int] = {}
+        if self._device == "cpu":
+            pages = sum(-(-(len(a.prompt) + a.max_tokens) // PAGE) for a in workload.asked)
+            tokens = min(MOST_TOKENS, max(workload.num_prompt_tokens, len(workload.asked)))
+            sizes = {"page_size": PAGE, "num_blocks": pages + 2, "max_batch_tokens": tokens}
+        return ContinuousBatchingConfig(allow_block_sharing=False, **sizes)
 
 
 def _be_quiet() -> None:

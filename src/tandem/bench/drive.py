@@ -5,7 +5,6 @@ and tandem batching come to share weights, kernels and cache.
 """
 
 import dataclasses
-import gc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -169,14 +168,13 @@ def requests_of(workload: Workload, params: SamplingParams, eos: Sequence[int] =
 def drive(
     name: str, planner: Planner, runner: SharedRunner, requests: Sequence[Request], observers: Sequence[Observer] = ()
 ) -> Run:
-    """Run the requests to their ends. Garbage is collected before, not in between.
+    """Run the requests to their ends.
 
     Raises what the engine died of, and TandemError if a request was refused or failed.
     """
     timeline, metrics = Timeline(depth=runner.depth, capacity=1 << 16), Metrics()
     mailbox = RecordingMailbox(requests)
     loop = Loop(planner, runner, mailbox, observers=[timeline, metrics, *observers])
-    gc.collect()
     began_s = time.perf_counter()
     for request in requests:
         request.arrival_s = mailbox.records[request.id].arrival_s = began_s
