@@ -178,6 +178,28 @@ def test_a_step_that_hangs_shows_and_can_be_closed() -> None:
     assert time.perf_counter() - began_s < 3 and not psutil.pid_exists(host.pid)
 
 
+def test_a_child_that_cannot_even_begin_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.engine.process.BOOTSTRAP", "raise SystemExit(3)")
+    began_s = time.perf_counter()
+    with pytest.raises(EngineDeadError, match="status 3"):
+        start()
+    assert time.perf_counter() - began_s < 3
+
+
+def test_mail_to_a_dead_child_is_an_engine_that_died() -> None:
+    """Between the child's death and its discovery, sending must neither block nor fail in its own way."""
+    host = start()
+    os.kill(host.pid, signal.SIGKILL)
+    try:
+        for _ in range(2000):
+            host.send(ask("a", [5]))
+            time.sleep(0.0005)
+    except EngineDeadError:
+        pass
+    assert isinstance(host.error, EngineDeadError)
+    host.close()
+
+
 def test_calls_cross() -> None:
     host = start()
     try:

@@ -75,9 +75,10 @@ def main(control: int, parent: int, mail_address: str, news_address: str, log_le
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     context = zmq.Context()
     mail, news = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for end, address in ((mail, mail_address), (news, news_address)):
+    for end in (mail, news):
         end.set_hwm(0)
-        end.connect(address)
+    mail.bind(mail_address)
+    news.connect(news_address)
     mailbox = SocketMailbox(mail, news)
     start = json.loads(mail.recv())
     mailbox.send(wire.PhaseNews("connected"))

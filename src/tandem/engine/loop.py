@@ -56,7 +56,7 @@ class Loop:
         self._live: set[str] = set()
         self._closing = self._closed = False
         self._reported_s = 0.0
-        self._reported_steps = -1
+        self._reported = (-1, -1)
         self._num_steps = self._num_tokens = self._num_finished = self._num_failed_checks = 0
 
     def turn(self) -> bool:
@@ -152,7 +152,7 @@ class Loop:
             self.mailbox.wait(POLL_S)
             return
         now_s = time.perf_counter()
-        if self._reported_steps != self._num_steps or self._reported_s == 0.0:
+        if self._reported != (self._num_steps, self._num_finished):
             self._report(now_s)
         if now_s - self.progress_s < IDLE_CHECK_S:
             self.mailbox.wait(IDLE_CHECK_S)
@@ -199,7 +199,7 @@ class Loop:
         return not self._flight and self.planner.idle and self._admission.idle
 
     def _report(self, now_s: float) -> None:
-        self._reported_s, self._reported_steps = now_s, self._num_steps
+        self._reported_s, self._reported = now_s, (self._num_steps, self._num_finished)
         self.mailbox.report(self.statistics())
 
     def statistics(self) -> dict[str, Any]:

@@ -58,7 +58,6 @@ class ProcessHost:
         on_phase: Callable[[str], None] | None = None,
         make: str = MAKE,
     ) -> None:
-        self._settings, self._make = dict(settings), make
         self._listener, self._on_phase = listener, on_phase
         self._calls = Calls()
         self._lock = threading.Lock()
@@ -68,12 +67,17 @@ class ProcessHost:
         self._heard_s = time.perf_counter()
         self.ready: Future[Card] = Future()
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.mkdtemp(prefix="tandem-")
+        place = tempfile.gettempdir()  # a socket's path may have 107 characters (unix(7))
+        self._folder = tempfile.mkdtemp(prefix="tandem-", dir=place if len(place) < 80 else "/tmp")
         self._context = zmq.Context()
         self._mail, self._news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        for end, name in ((self._mail, "mail"), (self._news, "news")):
+        # A PUSH socket that connects queues from the start and also when its peer is gone; one that binds would not.
+        for end in (self._mail, self._news):
             end.set_hwm(0)
-            end.bind(f"ipc://{self._folder}/{name}")
+        self._mail.setsockopt(zmq.RECONNECT_IVL, 5)
+        self._mail.connect(f"ipc://{self._folder}/mail")
+        self._news.bind(f"ipc://{self._folder}/news")
+        self._mail.send(json.dumps({"settings": dict(settings), "make": make}).encode(), zmq.NOBLOCK)
         atexit.register(self.close)
         # The thread that starts the child must live as long as the child may: PR_SET_PDEATHSIG watches the thread.
         self._thread = threading.Thread(target=self._run, name="tandem-news", daemon=True)
@@ -162,8 +166,6 @@ class ProcessHost:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(json.dumps(start).encode() + b"\n")
-        with self._lock:
-            self._mail.send(json.dumps({"settings": self._settings, "make": self._make}).encode())
 
     def _listen(self, control: socket.socket) -> TandemError | None:
         """Take news until the last word, or until the child is gone."""
