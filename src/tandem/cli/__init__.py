@@ -16,6 +16,7 @@ from tandem.errors import CapacityError, ContextLengthError, RequestError, Setti
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("tandem.cli.run", "ask a model, or chat with it"),
+    "serve": ("tandem.cli.serve", "serve a model over HTTP with the OpenAI API"),
     "pull": ("tandem.cli.pull", "fetch a model into the cache"),
     "bench": ("tandem.cli.bench", "measure: offline, host, decode, seed"),
     "trace": ("tandem.cli.trace", "record host and device over time: a picture, a trace file and figures"),
@@ -26,6 +27,7 @@ examples:
   tandem run "What is the capital of France?"      one answer, from the small model that comes with tandem
   tandem run                                       a chat
   tandem run --model Qwen/Qwen3-0.6B "Hello"       any Hugging Face id, folder or .gguf file
+  tandem serve                                     an OpenAI-compatible server on http://127.0.0.1:8000
   tandem COMMAND --help                            what a command can do
 """
 

@@ -84,8 +84,10 @@ class AsyncEngine:
         host = start_host(
             settings_of(settings, fields), relay, in_process=in_process, on_phase=phase, make=make, options=options
         )
+        ready = asyncio.wrap_future(host.ready)
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # it counts as seen when we are gone
         try:
-            card = await asyncio.shield(asyncio.wrap_future(host.ready))
+            card = await asyncio.shield(ready)
             relay.front = await asyncio.to_thread(FrontEnd, card, host.send)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(host.close, 0.0))

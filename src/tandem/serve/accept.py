@@ -39,6 +39,8 @@ def chat_params(body: ChatRequest, defaults: dict[str, Any], limits: Limits) -> 
     for name, why in REFUSED_IN_CHAT.items():
         if getattr(body, name) is not None:
             raise RequestError(why, param=name, code="unsupported_value")
+    if body.echo:
+        raise RequestError("echo is for /v1/completions.", param="echo", code="unsupported_value")
     if body.modalities not in (None, ["text"]):
         raise RequestError(f"modalities is {body.modalities}; only ['text'] is supported.", param="modalities")
     if body.verbosity not in (None, "medium"):
@@ -66,6 +68,10 @@ def completion_params(body: CompletionRequest, defaults: dict[str, Any], limits:
     if body.echo and body.stream and body.logprobs is not None:
         raise RequestError("echo with logprobs is not supported in a stream.", param="echo", code="unsupported_value")
     values = _shared(body, {"max_tokens": 16, **defaults}, limits)
+    if body.max_tokens == 0:
+        if not body.echo:
+            raise RequestError("max_tokens is 0; without echo that asks for nothing.", param="max_tokens")
+        values["max_tokens"] = 1  # computing the prompt gives one, which is not shown
     values["logprobs"] = body.logprobs
     if body.echo and body.logprobs is not None:
         values["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
@@ -76,6 +82,8 @@ def completion_params(body: CompletionRequest, defaults: dict[str, Any], limits:
 def _shared(body: Generation, defaults: dict[str, Any], limits: Limits) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true.", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs is not supported in a stream.", param="prompt_logprobs")
     if body.service_tier not in (None, "auto", "default"):
         raise RequestError(f"service_tier {body.service_tier!r} is not offered.", param="service_tier")
     if body.store:
@@ -121,7 +129,7 @@ def constraint_of(body: Generation, response_format: ResponseFormat | None) -> C
     if response_format is not None and response_format.type != "text":
         asked.append(("response_format", _from_format(response_format)))
     if body.guided_json is not None:
-        schema = body.guided_json if isinstance(body.guided_json, str) else json.dumps(body.guided_json)
+        schema = body.guided_json if isinstance(body.guided_json, str) else schema_text("guided_json", body.guided_json)
         asked.append(("guided_json", Constraint("json_schema", schema)))
     if body.guided_regex is not None:
         asked.append(("guided_regex", Constraint("regex", body.guided_regex)))
@@ -145,7 +153,7 @@ def _from_format(wanted: ResponseFormat) -> Constraint:
     if wanted.type == "json_schema":
         if wanted.json_schema is None or wanted.json_schema.schema is None:
             raise RequestError("response_format.json_schema.schema is missing.", param="response_format")
-        return Constraint("json_schema", json.dumps(wanted.json_schema.schema))
+        return Constraint("json_schema", schema_text("response_format", wanted.json_schema.schema))
     value = {"regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}.get(wanted.type)
     if wanted.type not in ("regex", "choice", "grammar") or value is None:
         raise RequestError(
@@ -154,6 +162,13 @@ def _from_format(wanted: ResponseFormat) -> Constraint:
             param="response_format",
         )
     return _choice("response_format", value) if isinstance(value, list) else Constraint(wanted.type, value)
+
+
+def schema_text(param: str, schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise RequestError("the schema is nested too deep.", param=param) from None
 
 
 def _choice(param: str, options: list[str]) -> Constraint:

@@ -7,14 +7,15 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tandem.errors import TandemError
-from tandem.serve import generate, operate
+from tandem.serve import export, generate, operate
 from tandem.serve.failure import HttpError, response_of
 from tandem.serve.guard import KeyGuard
+from tandem.serve.measure import Doorkeeper
 from tandem.serve.service import Service
 
 log = logging.getLogger("tandem.serve")
@@ -29,8 +30,10 @@ ROUTES: tuple[BaseRoute, ...] = (
     Route("/detokenize", operate.detokenize, methods=["POST"]),
     Route("/health", operate.health, methods=["GET"]),
     Route("/ready", operate.ready, methods=["GET"]),
+    Route("/explain/{name}", operate.explain, methods=["GET"]),
     Route("/load", operate.load, methods=["GET"]),
     Route("/version", operate.version, methods=["GET"]),
+    Route("/metrics", export.metrics, methods=["GET"]),
 )
 
 
@@ -45,17 +48,35 @@ def create_app(
         )
     if keys:
         middleware.append(Middleware(KeyGuard, keys=keys))
+    middleware.insert(0, Middleware(Doorkeeper, meter=service.meter))
     app = Starlette(
         routes=[*ROUTES, *routes],
         middleware=middleware,
-        exception_handlers={TandemError: _refused, HTTPException: _unrouted, Exception: _failed},
+        exception_handlers={
+            TandemError: _refused,
+            ClientDisconnect: _left,
+            HTTPException: _unrouted,
+            Exception: _failed,
+        },
     )
     app.state.service = service
     return app
 
 
 async def _refused(request: Request, error: Exception) -> Response:
+    _count(request, error)
     return response_of(error)
+
+
+def _count(request: Request, error: Exception) -> None:
+    """Count an answer that was refused before it began."""
+    if request.method == "POST" and request.url.path.startswith("/v1/") and not hasattr(request.state, "counted"):
+        request.app.state.service.count(error)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """The client went away while it sent its body; nobody reads this."""
+    return Response(status_code=499)
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
@@ -68,5 +89,6 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    _count(request, error)
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return response_of(error)

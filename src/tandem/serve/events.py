@@ -5,7 +5,8 @@ then gets a status and an error body. A keep-alive is a comment line; it is sent
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
@@ -49,8 +50,8 @@ class EventStream:
     """An ASGI application that sends events until they end, fail, or the client leaves; then calls on_end once."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], on_end: Callable[[Exception | None], Any], keep_alive_s: float = 10.0,
-        headers: list[tuple[bytes, bytes]] | None = None,
+        self, events: AsyncGenerator[bytes, None], on_end: Callable[[Exception | None], Any],
+        keep_alive_s: float = 10.0, headers: list[tuple[bytes, bytes]] | None = None,
     ) -> None:  # fmt: skip
         self.events, self.on_end, self.keep_alive_s = events, on_end, keep_alive_s
         self.headers = HEADERS + (headers or [])
@@ -72,15 +73,18 @@ class EventStream:
             error = failure
             beat.cancel()
             await self._tell(failure, scope, receive, send)
+        except BaseException:
+            error = ClientGoneError()
+            raise
         finally:
             beat.cancel()
-            await asyncio.gather(beat, return_exceptions=True)
             self.on_end(error)
 
     async def _pump(self, send: Send, lock: asyncio.Lock) -> None:
-        async for event in self.events:
-            async with lock:
-                await self._send(send, event)
+        async with aclosing(self.events):
+            async for event in self.events:
+                async with lock:
+                    await self._send(send, event)
 
     async def _keep_alive(self, send: Send, lock: asyncio.Lock) -> None:
         loop = asyncio.get_running_loop()
@@ -100,7 +104,9 @@ class EventStream:
     async def _tell(self, failure: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         """An error body if nothing is out yet, else one error event; never a bare end."""
         if not self.started:
-            await response_of(failure)(scope, receive, send)
+            answer = response_of(failure)
+            answer.raw_headers += [pair for pair in self.headers if pair[0] == b"x-request-id"]
+            await answer(scope, receive, send)
             return
         event = b"data: " + orjson.dumps(body_of(failure)) + b"\n\n"
         await send({"type": "http.response.body", "body": event, "more_body": False})

@@ -23,6 +23,7 @@ STATUS_BY_CODE = {
     "invalid_api_key": 401,
     "request_too_large": 413,
     "unsupported_media_type": 415,
+    "internal_error": 500,
     "deadline_exceeded": 504,
     "draining": 503,
     "queue_timeout": 503,
@@ -60,7 +61,7 @@ def body_of(error: Exception) -> dict[str, Any]:
 
 def response_of(error: Exception) -> Response:
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
-    if status_of(error) in (429, 503):
+    if status_of(error) in (429, 503) and not isinstance(error, EngineDeadError):
         headers.setdefault("Retry-After", "1")
     return Response(
         msgspec.json.encode(body_of(error)), status_of(error), headers=headers, media_type="application/json"
@@ -75,6 +76,9 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Bod
             f"the Content-Type is {content_type or 'missing'}; it must be application/json.",
             code="unsupported_media_type",
         )
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit_bytes:
+        raise RequestError(f"the body has {length} bytes; the limit is {limit_bytes}.", code="request_too_large")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -1,90 +1,143 @@
 """POST /v1/chat/completions and /v1/completions: body → prompt and parameters → stream → answer."""
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from tandem.errors import RequestError
+from tandem.engine.contract import Card, Update
+from tandem.errors import ContextLengthError, RequestError
+from tandem.request import Request as EngineRequest
 from tandem.request import SamplingParams
 from tandem.serve.accept import chat_params, completion_params
-from tandem.serve.events import ClientGoneError, EventStream, unless_gone
-from tandem.serve.failure import read_json
 from tandem.serve.calls import MISTRAL
-from tandem.serve.parse import AnswerParser
-from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply
+from tandem.serve.events import ClientGoneError, EventStream, unless_gone
+from tandem.serve.explain import Journey
+from tandem.serve.failure import read_json
+from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply, Show
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service
 from tandem.serve.tools import ToolUse, tool_use
 
 Prompt = str | Sequence[int]
+RESERVED_VALUES = frozenset((
+    "self", "messages", "tools", "template", "func", "args", "kwargs", "documents", "add_generation_prompt",
+    "continue_final_message",
+))  # fmt: skip
 
 
-async def chat(request: Request) -> Response:
+@dataclasses.dataclass(slots=True)
+class Job:
+    """One HTTP request, understood: what to submit and how to answer.
+
+    make_reply         makes the answer of the submitted prompts.
+    constraint_param   the field that asked for the grammar, to be named when it turns out to be wrong.
+    """
+
+    body: Generation
+    params: SamplingParams
+    prompts: Sequence[Prompt]
+    make_reply: Callable[[Sequence[Ask], Show], Reply]
+    show: Show
+    journey: Journey
+    echo: bool = False
+    constraint_param: str | None = None
+
+
+async def chat(request: Request) -> ASGIApp:
+    journey = Journey(time.perf_counter())
     service: Service = request.app.state.service
     body = await read_json(request, ChatRequest, service.limits.body_bytes)
     service.check_open()
+    return await answer(request, service, await chat_job(service, body, journey))
+
+
+async def chat_job(service: Service, body: ChatRequest, journey: Journey, kind: type[Reply] = ChatReply) -> Job:
+    """Understand a chat request. Raises RequestError."""
+    card = service.engine.card
     model = service.check_model(body.model)
-    params = chat_params(body, service.engine.card.defaults, service.limits)
-    use = tool_use(body, service.engine.card.chat_template)
+    params = chat_params(body, card.defaults, service.limits)
+    use = tool_use(body, card.chat_template)
+    param = "response_format" if body.response_format is not None else "guided_json"
     if use.constraint is not None:
         if params.constraint is not None:
             raise RequestError("tool_choice and response_format exclude each other.", param="tool_choice")
-        params = dataclasses.replace(params, constraint=use.constraint)
-    if use.form is MISTRAL:  # its mark of a call is a special token
-        params = dataclasses.replace(params, skip_special_tokens=False)
+        params, param = dataclasses.replace(params, constraint=use.constraint), "tools"
+    show = show_of(body, bool(body.logprobs))
+    if use.form is MISTRAL and params.skip_special_tokens:  # its mark of a call is a special token
+        params, show.ending = dataclasses.replace(params, skip_special_tokens=False), card.eos_token or ""
     prompt = await _chat_prompt(service, body, use)
     end = service.engine.text.decode(prompt[-8:], skip_special_tokens=False)
-    shown = _shown(body, use.parser(service.engine.card.chat_template, end))
-
-    def reply(asks: Sequence[Ask]) -> Reply:
-        return ChatReply(asks, model, service.engine.text, show_logprobs=bool(body.logprobs), **shown)
-
-    return await _answer(request, service, body, params, [prompt], reply)
+    show.parser = use.parser(card.chat_template, end, constrained=params.constraint is not None)
+    return Job(
+        body, params, [prompt], lambda asks, show: kind(asks, model, service.engine.text, show), show, journey,
+        constraint_param=param,
+    )  # fmt: skip
 
 
 async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse) -> list[int]:
     if body.chat_template is not None:
         raise RequestError("a template sent by a client is not run here.", param="chat_template")
     continued = bool(body.continue_final_message)
-    extra = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        extra["reasoning_effort"] = body.reasoning_effort
     return await service.engine.encode_chat(
         use.messages(body.messages),
         tools=use.for_template,
         add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continued,
-        **extra,
+        **_template_values(body, service.engine.card),
     )
 
 
-async def completions(request: Request) -> Response:
+def _template_values(body: ChatRequest, card: Card) -> dict[str, Any]:
+    """What the client adds to the template's variables. Raises RequestError for what the template does not know."""
+    values = dict(body.chat_template_kwargs or {})
+    for name in values:
+        if name in RESERVED_VALUES or not name.isidentifier() or name.startswith("_"):
+            raise RequestError(f"chat_template_kwargs may not set {name!r:.80}.", param="chat_template_kwargs")
+    if body.reasoning_effort is None:
+        return values
+    template = card.chat_template or ""
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": body.reasoning_effort, **values}
+    if "enable_thinking" in template:
+        return {"enable_thinking": body.reasoning_effort not in ("none", "minimal"), **values}
+    if body.reasoning_effort == "none":
+        return values  # a model that does not reason
+    raise RequestError(
+        "reasoning_effort is not supported: this model's template knows no such choice.",
+        param="reasoning_effort", code="unsupported_value",
+    )  # fmt: skip
+
+
+async def completions(request: Request) -> ASGIApp:
+    journey = Journey(time.perf_counter())
     service: Service = request.app.state.service
     body = await read_json(request, CompletionRequest, service.limits.body_bytes)
     service.check_open()
     model = service.check_model(body.model)
     params = completion_params(body, service.engine.card.defaults, service.limits)
-    prompts = _prompts(body, service.limits.max_prompts)
-    shown = _shown(body, None)
+    prompts = _prompts(body, service)
+    show = show_of(body, body.logprobs is not None)
+    show.silent = body.max_tokens == 0
+    echo = bool(body.echo)
+    tokens = service.engine.text
+    job = Job(
+        body, params, prompts, lambda asks, show: CompletionReply(asks, model, tokens, show, echo=echo), show, journey,
+        echo, "response_format" if body.response_format is not None else "guided_json",
+    )  # fmt: skip
+    return await answer(request, service, job)
 
-    def reply(asks: Sequence[Ask]) -> Reply:
-        has_logprobs = body.logprobs is not None
-        return CompletionReply(
-            asks, model, service.engine.text, show_logprobs=has_logprobs,
-            echo_logprobs=has_logprobs and bool(body.echo), **shown,
-        )  # fmt: skip
 
-    return await _answer(request, service, body, params, prompts, reply, echo=bool(body.echo))
-
-
-def _prompts(body: CompletionRequest, limit: int) -> list[Prompt]:
+def _prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
     """The four shapes of ``prompt``: text, texts, ids, lists of ids."""
-    prompt = body.prompt
+    prompt, limit = body.prompt, service.limits.max_prompts
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -99,41 +152,96 @@ def _prompts(body: CompletionRequest, limit: int) -> list[Prompt]:
     return prompt  # type: ignore[return-value]
 
 
-def _shown(body: Generation, parser: Callable[[], AnswerParser] | None) -> dict[str, Any]:
+def show_of(body: Generation, logprobs: bool) -> Show:
     options = body.stream_options
-    return {
-        "usage_chunk": bool(options and options.include_usage),
-        "continuous_usage": bool(options and options.continuous_usage_stats),
-        "show_token_ids": bool(body.return_token_ids),
-        "parser": parser,
-    }
+    return Show(
+        usage_chunk=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+    )
 
 
-async def _answer(
-    request: Request, service: Service, body: Generation, params: SamplingParams, prompts: Sequence[Prompt],
-    make_reply: Callable[[Sequence[Ask]], Reply], *, echo: bool = False,
-) -> Response:  # fmt: skip
-    """Encode, admit, submit every prompt, then stream or collect. Nothing submitted is ever left running."""
-    engine = service.engine
-    tokens = [await engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
+    """Encode, check, admit, submit every prompt, then stream or collect. Nothing submitted is ever left running."""
+    engine, body, journey = service.engine, job.body, job.journey
+    _check_priority(body, engine.card)
+    tokens = await _encoded(service, job)
     with ExitStack() as stack:
         stack.enter_context(service.admitted(sum(map(len, tokens))))
         asks: list[Ask] = []
         stack.callback(_abort, asks)
-        for i, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
-            stream = await engine.submit(ids, params, priority=body.priority or 0, salt=body.cache_salt or "")
-            asks.append(Ask(stream, params.n, i * params.n, _echoed(service, prompt) if echo else ""))
-        reply = make_reply(asks)
-        updates = service.updates(asks, body.timeout_s)
+        for i, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
+            submitted_s, num = time.perf_counter(), job.params.n
+            stream = await engine.submit(ids, job.params, priority=body.priority or 0, salt=body.cache_salt or "")
+            asks.append(Ask(stream, num, i * num, _echoed(service, prompt) if job.echo else ""))
+            journey.add(submitted_s, stream.id, num)
+        if body.explain:
+            job.show.explain = lambda: journey.account(engine)
+        reply = job.make_reply(asks, job.show)
+        service.journeys.keep(reply.id, journey)
+        updates = _naming(service.updates(asks, body.timeout_s), job)
         held = stack.pop_all()
+
+    def end(error: Exception | None) -> None:
+        journey.answered_s = time.perf_counter()
+        held.close()
+        request.state.counted = True
+        service.count(error)
+
+    name = [(b"x-request-id", reply.id.encode())]
     if body.stream:
-        return EventStream(reply.chunks(updates), lambda error: held.close(), service.keep_alive_s)  # type: ignore[return-value]
-    with held:
-        try:
-            whole = await unless_gone(request.receive, reply.whole(updates))
-        except ClientGoneError:
-            return Response(status_code=499)
-    return Response(orjson.dumps(whole), media_type="application/json")
+        return EventStream(reply.chunks(updates), end, service.keep_alive_s, name)
+    try:
+        whole = await unless_gone(request.receive, reply.whole(updates))
+    except ClientGoneError as left:
+        end(left)
+        return Response(status_code=499)
+    except BaseException as error:
+        end(error if isinstance(error, Exception) else ClientGoneError())
+        raise
+    end(None)
+    return Response(orjson.dumps(whole), media_type="application/json", headers={"x-request-id": reply.id})
+
+
+def _check_priority(body: Generation, card: Card) -> None:
+    policy = card.settings.get("settings", {}).get("policy", "priority")
+    if body.priority and policy != "priority":
+        raise RequestError(
+            f"priority is {body.priority}, but this server's policy is {policy}.",
+            param="priority", code="unsupported_value", hint="start it with --policy priority.",
+        )  # fmt: skip
+
+
+async def _encoded(service: Service, job: Job) -> list[Sequence[int]]:
+    """Ids of every prompt, all of them checked before any runs."""
+    card, encoded = service.engine.card, list[Sequence[int]]()
+    for prompt in job.prompts:
+        if not isinstance(prompt, str) and len(prompt) > card.max_length:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens; the context limit is {card.max_length}.",
+                param="prompt", hint="shorten the prompt.",
+            )  # fmt: skip
+        ids = await service.engine.encode(prompt) if isinstance(prompt, str) else prompt
+        EngineRequest("", ids, job.params, card.eos_ids).check(card.num_logits, card.max_length)
+        encoded.append(ids)
+        await asyncio.sleep(0)  # many short prompts together are a long one
+    return encoded
+
+
+async def _naming(
+    updates: AsyncGenerator[tuple[Ask, Update], None], job: Job
+) -> AsyncGenerator[tuple[Ask, Update], None]:
+    """The same updates; an error of the grammar names the field that brought it."""
+    try:
+        async with aclosing(updates):
+            async for item in updates:
+                yield item
+    except RequestError as error:
+        if error.code == "invalid_value" and error.param is None and job.params.constraint is not None:
+            error.param = job.constraint_param
+        raise
 
 
 def _abort(asks: Sequence[Ask]) -> None:

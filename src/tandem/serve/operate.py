@@ -20,11 +20,8 @@ def answer(body: Any, status: int = 200) -> Response:
 async def health(request: Request) -> Response:
     """Liveness: 200 while the engine lives and its last step is not overdue, else 503."""
     service: Service = request.app.state.service
-    if service.engine.error is not None:
-        raise service.engine.error
-    stalled_s = service.engine.stalled_s
-    if stalled_s > service.stall_s:
-        raise EngineDeadError(f"the engine's step has not come back for {stalled_s:.1f} s.")
+    if (error := service.dead) is not None:
+        raise error if isinstance(error, EngineDeadError) else EngineDeadError(error.what, hint=error.hint)
     return answer({"status": "ok"})
 
 
@@ -33,6 +30,17 @@ async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_open()
     return await health(request)
+
+
+async def explain(request: Request) -> Response:
+    """Where the whole time of an answered request went; see explain.py."""
+    service: Service = request.app.state.service
+    name = request.path_params["name"]
+    journey = service.journeys.find(name)
+    if journey is None or journey.answered_s is None:
+        what = "is unknown here, or forgotten" if journey is None else "has not been answered yet"
+        raise RequestError(f"the request {name!r:.80} {what}.", code="not_found", hint="the newest 1024 are kept.")
+    return answer({"id": name, **await journey.account(service.engine)})
 
 
 async def load(request: Request) -> Response:

@@ -6,33 +6,54 @@ log-probabilities, usage and finish reason.
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-from tandem.engine.contract import Stream, Update
+from tandem.engine.contract import Update
+from tandem.engine.streams import AsyncStream
 from tandem.request import TokenLogprobs
+from tandem.serve.logprobs import Tokens, chat_entries, completion_lists, prompt_entries
 from tandem.serve.parse import AnswerParser, Piece
 
-
-class Tokens(Protocol):
-    """What an answer needs of the tokenizer: a token alone, as text and as bytes."""
-
-    def token_text(self, token: int) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
+MakeParser = Callable[[], AnswerParser]
+Explain = Callable[[], Awaitable[dict[str, Any]]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ask:
     """One prompt's stream and what its answers must show."""
 
-    stream: Stream
+    stream: AsyncStream
     num_choices: int
     first_index: int = 0
     echo_text: str = ""
+
+
+Updates = AsyncGenerator[tuple[Ask, Update], None]
+
+
+@dataclass(slots=True)
+class Show:
+    """What an answer shows beside its text.
+
+    parser   makes a parser for each answer's text, None: it is content.
+    ending   the end-of-sequence token's text where special tokens are shown for the parser's sake.
+    silent   the prompt alone is wanted: what was generated is not shown.
+    """
+
+    usage_chunk: bool = False
+    continuous_usage: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    silent: bool = False
+    parser: MakeParser | None = None
+    ending: str = ""
+    explain: Explain | None = None
 
 
 @dataclass(slots=True)
@@ -40,7 +61,8 @@ class Choice:
     """One answer as it grows."""
 
     index: int
-    parser: AnswerParser | None
+    show: Show
+    parser: AnswerParser | None = None
     pieces: list[Piece] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -51,13 +73,17 @@ class Choice:
 
     def take(self, update: Update) -> list[Piece]:
         """Pieces of the answer that this update completes."""
+        if self.show.silent:
+            update.text, update.token_ids, update.logprobs = "", [], None
+            update.finish = update.finish and "length"
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs or ()
-        pieces = (
-            self.parser.feed(update.text, final=update.finish is not None)
-            if self.parser is not None
-            else [Piece(content=update.text)] if update.text else []
-        )  # fmt: skip
+        if update.finish == "stop" and self.show.ending:
+            update.text = update.text.removesuffix(self.show.ending)
+        if self.parser is not None:
+            pieces = self.parser.feed(update.text, final=update.finish is not None)
+        else:
+            pieces = [Piece(content=update.text)] if update.text else []
         self.called = self.called or any(piece.tool is not None for piece in pieces)
         if update.finish is not None:
             self.finish = "tool_calls" if self.called and update.finish == "stop" else update.finish
@@ -65,68 +91,68 @@ class Choice:
 
 
 class Reply:
-    """What chat and completion answers share: identity, choices, usage."""
+    """What all answers share: identity, choices, usage. Subclasses give them their shape."""
 
-    kind = ""
-    prefix = ""
+    kind = chunk_kind = prefix = ""
 
-    def __init__(
-        self, asks: Sequence[Ask], model: str, tokens: Tokens, *, usage_chunk: bool = False,
-        continuous_usage: bool = False, show_logprobs: bool = False, show_token_ids: bool = False,
-        parser: Callable[[], AnswerParser] | None = None,
-    ) -> None:  # fmt: skip
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+    def __init__(self, asks: Sequence[Ask], model: str, tokens: Tokens, show: Show) -> None:
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.model, self.tokens, self.asks = model, tokens, asks
-        self.usage_chunk, self.continuous_usage = usage_chunk, continuous_usage
-        self.show_logprobs, self.show_token_ids = show_logprobs, show_token_ids
+        self.model, self.tokens, self.asks, self.show = model, tokens, asks, show
         self.choices: dict[int, Choice] = {}
         for ask in asks:
             for i in range(ask.first_index, ask.first_index + ask.num_choices):
-                self.choices[i] = Choice(i, parser() if parser else None)
+                self.choices[i] = Choice(i, show, show.parser() if show.parser else None)
         self.cached = 0
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        self.extra: dict[str, Any] = {}
+
+    @property
+    def num_prompt(self) -> int:
+        return sum(len(ask.stream.prompt_token_ids) for ask in self.asks)
+
+    @property
+    def num_completion(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def usage(self) -> dict[str, Any]:
-        prompt = sum(len(ask.stream.prompt_token_ids) for ask in self.asks)
-        completion = sum(len(choice.token_ids) for choice in self.choices.values())
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_completion,
+            "total_tokens": self.num_prompt + self.num_completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
-    async def whole(self, updates: AsyncIterator[tuple[Ask, Update]]) -> dict[str, Any]:
+    async def whole(self, updates: Updates) -> dict[str, Any]:
         """Run to the end and give the complete answer."""
-        async for ask, update in updates:
-            choice = self.admit(ask, update)
-            choice.pieces += choice.take(update)
+        async with aclosing(updates):
+            async for ask, update in updates:
+                choice = self.admit(ask, update)
+                choice.pieces += choice.take(update)
         body = self.envelope(self.kind) | {
-            "choices": [self.complete(choice) for choice in self.choices.values()],
+            "choices": [self._complete(choice) for choice in self.choices.values()],
             "usage": self.usage(),
         }
-        if self.show_token_ids:
+        if self.show.token_ids:
             body["prompt_token_ids"] = list(self.asks[0].stream.prompt_token_ids)
-        return body | self.extra
+        return body | await self.explanation()
 
-    async def chunks(self, updates: AsyncIterator[tuple[Ask, Update]]) -> AsyncIterator[bytes]:
+    async def chunks(self, updates: Updates) -> AsyncGenerator[bytes, None]:
         """One server-sent event a piece; the last of a choice carries its finish reason, then usage, then [DONE]."""
-        async for ask, update in updates:
-            choice = self.admit(ask, update)
-            pieces = choice.take(update)
-            shows_tokens = bool(update.token_ids) and (self.show_token_ids or self.show_logprobs)
-            if not pieces and (update.finish or not choice.started or shows_tokens):
-                pieces = [Piece()]
-            for i, piece in enumerate(pieces):
-                last = i == len(pieces) - 1
-                yield self.event(choice, piece, update if last else None)
-                choice.started = True
-        if self.usage_chunk:
-            yield sse(self.envelope(self.chunk_kind) | {"choices": [], "usage": self.usage()} | self.extra)
-        elif self.extra:
-            yield sse(self.envelope(self.chunk_kind) | {"choices": []} | self.extra)
+        async with aclosing(updates):
+            async for ask, update in updates:
+                choice = self.admit(ask, update)
+                pieces = choice.take(update)
+                shows_tokens = bool(update.token_ids) and (self.show.token_ids or self.show.logprobs)
+                if not pieces and (update.finish or not choice.started or shows_tokens):
+                    pieces = [Piece()]
+                for i, piece in enumerate(pieces):
+                    yield self._event(choice, piece, update if i == len(pieces) - 1 else None)
+                    choice.started = True
+        explanation = await self.explanation()
+        if self.show.usage_chunk:
+            yield sse(self.envelope(self.chunk_kind) | {"choices": [], "usage": self.usage()} | explanation)
+        elif explanation:
+            yield sse(self.envelope(self.chunk_kind) | {"choices": []} | explanation)
         yield b"data: [DONE]\n\n"
 
     def admit(self, ask: Ask, update: Update) -> Choice:
@@ -137,30 +163,49 @@ class Reply:
             self.prompt_logprobs.setdefault(ask.first_index, []).extend(update.prompt_logprobs)
         return choice
 
-    @property
-    def chunk_kind(self) -> str:
-        return self.kind
+    async def explanation(self) -> dict[str, Any]:
+        return {} if self.show.explain is None else {"explain": await self.show.explain()}
 
     def envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def event(self, choice: Choice, piece: Piece, update: Update | None) -> bytes:
+    def ask_of(self, choice: Choice) -> Ask:
+        return next(a for a in self.asks if a.first_index <= choice.index < a.first_index + a.num_choices)
+
+    def prompt_entries_of(self, choice: Choice) -> list[TokenLogprobs]:
+        return self.prompt_logprobs.get(self.ask_of(choice).first_index, [])
+
+    def _event(self, choice: Choice, piece: Piece, update: Update | None) -> bytes:
         """One chunk; update is given with the last piece that it completed."""
         body: dict[str, Any] = {"index": choice.index} | self.delta(choice, piece)
-        logprobs = update.logprobs if update is not None else None
-        body["logprobs"] = self.logprobs(choice, logprobs or []) if self.show_logprobs and update is not None else None
+        logprobs = self.logprobs(choice, update.logprobs or []) if self.show.logprobs and update is not None else None
+        body["logprobs"] = logprobs
         body["finish_reason"] = choice.finish if update is not None and update.finish else None
-        if self.show_token_ids and update is not None:
+        if self.show.token_ids and update is not None:
             body["token_ids"] = update.token_ids
         chunk = self.envelope(self.chunk_kind) | {"choices": [body]}
-        if self.continuous_usage:
+        if self.show.token_ids and not choice.started:
+            chunk["prompt_token_ids"] = list(self.ask_of(choice).stream.prompt_token_ids)
+        if self.show.continuous_usage:
             chunk["usage"] = self.usage()
         return sse(chunk)
+
+    def _complete(self, choice: Choice) -> dict[str, Any]:
+        body = {"index": choice.index} | self.answer(choice) | {"finish_reason": choice.finish}
+        body["logprobs"] = self.logprobs(choice, self.entries_of(choice)) if self.show.logprobs else None
+        if self.show.prompt_logprobs:
+            body["prompt_logprobs"] = prompt_entries(self.tokens, self.prompt_entries_of(choice))
+        if self.show.token_ids:
+            body["token_ids"] = choice.token_ids
+        return body
+
+    def entries_of(self, choice: Choice) -> list[TokenLogprobs]:
+        return choice.logprobs
 
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
-    def complete(self, choice: Choice) -> dict[str, Any]:
+    def answer(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -170,11 +215,7 @@ class Reply:
 class ChatReply(Reply):
     """POST /v1/chat/completions."""
 
-    kind, prefix = "chat.completion", "chatcmpl"
-
-    @property
-    def chunk_kind(self) -> str:
-        return "chat.completion.chunk"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {} if choice.started else {"role": "assistant"}
@@ -186,83 +227,52 @@ class ChatReply(Reply):
             delta["tool_calls"] = [piece.tool.as_delta()]
         return {"delta": delta}
 
-    def complete(self, choice: Choice) -> dict[str, Any]:
-        content = "".join(piece.content for piece in choice.pieces)
-        reasoning = "".join(piece.reasoning for piece in choice.pieces)
-        calls: dict[int, dict[str, Any]] = {}
-        for tool in (piece.tool for piece in choice.pieces):
-            if tool is not None:
-                tool.add_to(calls)
+    def answer(self, choice: Choice) -> dict[str, Any]:
+        content, reasoning, calls = joined(choice.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
         message["refusal"] = None
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = [calls[i] for i in sorted(calls)]
-        body = {"index": choice.index, "message": message, "finish_reason": choice.finish}
-        body["logprobs"] = self.logprobs(choice, choice.logprobs) if self.show_logprobs else None
-        if self.show_token_ids:
-            body["token_ids"] = choice.token_ids
-        return body
+            message["tool_calls"] = calls
+        return {"message": message}
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"content": [chat_logprob(self.tokens, entry) for entry in entries], "refusal": None}
+        return {"content": chat_entries(self.tokens, entries), "refusal": None}
 
 
 class CompletionReply(Reply):
     """POST /v1/completions. With echo, the prompt comes first: text and, if asked for, its log-probabilities."""
 
-    kind, prefix = "text_completion", "cmpl"
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
 
-    def __init__(self, *args: Any, echo_logprobs: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.echo_logprobs = echo_logprobs
+    def __init__(self, asks: Sequence[Ask], model: str, tokens: Tokens, show: Show, *, echo: bool = False) -> None:
+        super().__init__(asks, model, tokens, show)
+        self.echo = echo
 
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        text = piece.content if choice.started else self.echo_of(choice) + piece.content
-        return {"text": text}
+        return {"text": piece.content if choice.started else self.ask_of(choice).echo_text + piece.content}
 
-    def echo_of(self, choice: Choice) -> str:
-        return self.ask_of(choice).echo_text
+    def answer(self, choice: Choice) -> dict[str, Any]:
+        return {"text": self.ask_of(choice).echo_text + joined(choice.pieces)[0]}
 
-    def ask_of(self, choice: Choice) -> Ask:
-        return next(a for a in self.asks if a.first_index <= choice.index < a.first_index + a.num_choices)
-
-    def complete(self, choice: Choice) -> dict[str, Any]:
-        entries = list(choice.logprobs)
-        if self.echo_logprobs:
-            entries = self.prompt_logprobs.get(self.ask_of(choice).first_index, []) + entries
-        text = self.echo_of(choice) + "".join(piece.content for piece in choice.pieces)
-        body = {"index": choice.index, "text": text, "finish_reason": choice.finish}
-        body["logprobs"] = self.logprobs(choice, entries) if self.show_logprobs else None
-        if self.show_token_ids:
-            body["token_ids"] = choice.token_ids
-        return body
+    def entries_of(self, choice: Choice) -> list[TokenLogprobs]:
+        return self.prompt_entries_of(choice) + choice.logprobs if self.echo else choice.logprobs
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts = [self.tokens.token_text(entry.token) for entry in entries]
-        offsets = []
-        for text in texts:
-            offsets.append(choice.text_length)
-            choice.text_length += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [
-                {self.tokens.token_text(token): logprob for token, logprob in entry.top} if entry.logprob is not None
-                else None for entry in entries
-            ],
-            "text_offset": offsets,
-        }  # fmt: skip
+        lists, choice.text_length = completion_lists(self.tokens, entries, choice.text_length)
+        return lists
 
 
-def chat_logprob(tokens: Tokens, entry: TokenLogprobs) -> dict[str, Any]:
-    """One entry of choices[].logprobs.content."""
-
-    def one(token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": tokens.token_text(token), "logprob": logprob, "bytes": list(tokens.token_bytes(token))}
-
-    return one(entry.token, entry.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in entry.top]}
+def joined(pieces: Sequence[Piece]) -> tuple[str, str, list[dict[str, Any]]]:
+    """(content, reasoning, tool calls) of all pieces of an answer."""
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if piece.tool is not None:
+            piece.tool.add_to(calls)
+    content = "".join(piece.content for piece in pieces)
+    return content, "".join(piece.reasoning for piece in pieces), [calls[i] for i in sorted(calls)]
 
 
 def sse(body: dict[str, Any]) -> bytes:

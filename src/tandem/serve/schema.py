@@ -7,7 +7,6 @@ those marked "extension" are tandem's, with the names the field uses.
 
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 Json = dict[str, Any]
@@ -219,9 +218,3 @@ class ResponsesRequest(Struct, kw_only=True):
     background: bool | None = None
     prompt: Any = None
     max_tool_calls: int | None = None
-
-
-decoders = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ResponsesRequest)
-}

@@ -1,55 +1,44 @@
 """The life of a server: bind, start the engine, serve, drain, leave. It knows signals and exit codes, not routes.
 
-SIGTERM or SIGINT   not ready at once, new requests get 503, what runs may finish for drain_s, then gets an error
+SIGTERM or SIGINT   not ready at once, new requests get 503, what runs may finish for drain_timeout, then gets an error
 a second signal     ends what is left now
-the engine dies     answers in flight end with an error, /health says 503 for linger_s, then exit code 1
+the engine dies, or its step is overdue (stall_timeout)
+                    answers in flight end with an error, /health says 503 for linger, then exit code 1
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
+from starlette.routing import BaseRoute
 
 from tandem.config import Settings
 from tandem.engine.engine import AsyncEngine
-from tandem.errors import SettingError
-from tandem.serve.accept import Limits
+from tandem.errors import EngineDeadError, SettingError
 from tandem.serve.app import create_app
 from tandem.serve.failure import HttpError
-from tandem.serve.service import QueueLimits, Service
+from tandem.serve.options import ServeOptions
+from tandem.serve.service import Service
 
 log = logging.getLogger("tandem.serve")
 
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """How to serve; the engine's own settings are apart. Times in seconds."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    names: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    certificate: str | None = None
-    private_key: str | None = None
-    drain_s: float = 30.0
-    linger_s: float = 2.0
-    keep_alive_s: float = 10.0
-    stall_s: float = 60.0
-    limits: Limits = field(default_factory=Limits)
-    queue: QueueLimits = field(default_factory=QueueLimits)
+Say = Callable[[str], None]
+WATCH_S = 0.05
+LAST_WORDS_S = 2.0
 
 
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling: draining comes first here."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -65,13 +54,21 @@ def bind(options: ServeOptions) -> socket.socket:
         raise SettingError(
             f"cannot listen on {options.host} port {options.port}: {error}.", hint="choose another with --port."
         ) from None
-    listener.listen(2048)
     listener.set_inheritable(False)
     return listener
 
 
-async def serve(settings: Settings, options: ServeOptions, on_ready: Callable[[Service, int], None]) -> int:
-    """Serve until told to stop. Returns the exit code: 0 after a drain, 1 when the engine died."""
+async def serve(
+    settings: Settings, options: ServeOptions, *, keys: Sequence[str] = (), say: Say = log.info,
+    routes: Sequence[BaseRoute] = (), **start: Any,
+) -> int:  # fmt: skip
+    """Serve until told to stop. Returns the exit code: 0 after a drain, 1 when the engine died.
+
+    keys     API keys; none: the server is open.      say   told what people want to know: start-up, banner, drain.
+    routes   served beside the server's own.          start  more for AsyncEngine.start.
+    Raises SettingError for an address or certificate that cannot be used, and what AsyncEngine.start raises.
+    """
+    _check_certificate(options)
     listener = bind(options)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -79,59 +76,96 @@ async def serve(settings: Settings, options: ServeOptions, on_ready: Callable[[S
         loop.add_signal_handler(number, signals.put_nowait, number)
     engine: AsyncEngine | None = None
     try:
-        engine = await _start(settings, signals)
+        engine = await _start(settings, signals, {"on_phase": say, **start})
         if engine is None:
+            say("stopped while starting")
             return 0
         service = Service(
-            engine, options.names or (engine.card.name,), options.limits, options.queue, options.keep_alive_s,
-            options.stall_s,
+            engine, options.served_model_name or (engine.card.name,), options.limits, options.queue,
+            options.keep_alive, options.stall_timeout,
         )  # fmt: skip
-        return await _run(service, options, listener, signals, on_ready)
+        app = create_app(service, keys=keys, origins=options.cors_origin, routes=routes)
+        return await _run(
+            service, app, options, listener, signals, lambda port: _banner(service, options, keys, port, say)
+        )
     finally:
         if engine is not None:
             await engine.close()
         listener.close()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
-async def _start(settings: Settings, signals: "asyncio.Queue[int]") -> AsyncEngine | None:
+def _check_certificate(options: ServeOptions) -> None:
+    if options.tls_certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.tls_certificate, options.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingError(
+            f"the certificate {options.tls_certificate} and its key cannot be used: {error}.",
+            hint="give PEM files with --tls-certificate and --tls-key.",
+        ) from None
+
+
+def _banner(service: Service, options: ServeOptions, keys: Sequence[str], port: int, say: Say) -> None:
+    scheme = "https" if options.tls_certificate else "http"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    for line in service.engine.card.lines:
+        say(line)
+    say(f"models                   {', '.join(service.names)}")
+    say(f"API keys                 {len(keys) or 'none: every client is served'}")
+    if not keys and not _is_loopback(options.host):
+        say(f"warning: {options.host} may be reached from elsewhere, and no API key is set (--api-key-file).")
+    say(f"ready on {scheme}://{host}:{port}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _start(settings: Settings, signals: "asyncio.Queue[int]", options: dict[str, Any]) -> AsyncEngine | None:
     """Start the engine in its process; None if a signal came first."""
-    starting = asyncio.ensure_future(AsyncEngine.start(settings))
+    starting = asyncio.ensure_future(AsyncEngine.start(settings, **options))
     told = asyncio.ensure_future(signals.get())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
-    if starting.done():
+    if not told.done():
         told.cancel()
         return starting.result()
     starting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await starting
+        await (await starting).close()  # ready at the very moment
     return None
 
 
 async def _run(
-    service: Service, options: ServeOptions, listener: socket.socket, signals: "asyncio.Queue[int]",
-    on_ready: Callable[[Service, int], None],
+    service: Service, app: Any, options: ServeOptions, listener: socket.socket, signals: "asyncio.Queue[int]",
+    on_ready: Callable[[int], None],
 ) -> int:  # fmt: skip
-    app = create_app(service, keys=options.keys, origins=options.origins)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=75,
-        ssl_certfile=options.certificate, ssl_keyfile=options.private_key, timeout_graceful_shutdown=5,
+        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=75, ws="none",
+        ssl_certfile=options.tls_certificate, ssl_keyfile=options.tls_key, timeout_graceful_shutdown=2, backlog=2048,
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
+    while not server.started:
         await asyncio.sleep(0.01)
-    on_ready(service, listener.getsockname()[1])
+        if serving.done():
+            serving.result()
+            return 1
+    on_ready(listener.getsockname()[1])
     told = asyncio.ensure_future(signals.get())
     dead = asyncio.ensure_future(_until_dead(service))
     await asyncio.wait((told, dead, serving), return_when=asyncio.FIRST_COMPLETED)
-    code = 0
+    if not dead.done():
+        await _drain(service, options.drain_timeout, signals, dead)
+    code = 1 if dead.done() else 0
     if dead.done():
-        log.error("the engine died: %s", service.engine.error)
-        await asyncio.sleep(options.linger_s)
-        code = 1
-    else:
-        await _drain(service, options.drain_s, signals, dead)
-        code = 1 if dead.done() else 0
+        await _mourn(service, options.linger, signals)
     for task in (told, dead):
         task.cancel()
     server.should_exit = True
@@ -140,8 +174,17 @@ async def _run(
 
 
 async def _until_dead(service: Service) -> None:
-    while service.engine.error is None:
-        await asyncio.sleep(0.1)
+    while service.dead is None:
+        await asyncio.sleep(WATCH_S)
+
+
+async def _mourn(service: Service, linger_s: float, signals: "asyncio.Queue[int]") -> None:
+    """The engine is gone: end every answer, say so to those who ask for a while. A signal cuts that short."""
+    error = service.dead or EngineDeadError("the engine has stopped.")
+    log.error("%s", error.what)
+    service.end_all(error)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(signals.get(), linger_s)
 
 
 async def _drain(service: Service, drain_s: float, signals: "asyncio.Queue[int]", dead: "asyncio.Future[None]") -> None:
@@ -150,10 +193,10 @@ async def _drain(service: Service, drain_s: float, signals: "asyncio.Queue[int]"
     second = asyncio.ensure_future(signals.get())
     empty = asyncio.ensure_future(_until_empty(service))
     await asyncio.wait((second, empty, dead), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-    if not empty.done():
+    if not empty.done() and not dead.done():
         service.end_all(HttpError("the server was stopped before this answer was complete.", code="draining"))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(empty, 2.0)
+            await asyncio.wait_for(empty, LAST_WORDS_S)
     for task in (second, empty):
         task.cancel()
 

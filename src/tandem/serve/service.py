@@ -11,15 +11,21 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.engine.contract import Stream, Update
+from tandem.engine.contract import Update
 from tandem.engine.engine import AsyncEngine
-from tandem.errors import RequestError, TandemError
+from tandem.engine.streams import AsyncStream
+from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.serve.accept import Limits
-from tandem.serve.failure import HttpError
+from tandem.serve.events import ClientGoneError
+from tandem.serve.explain import Journeys
+from tandem.serve.failure import HttpError, status_of
+from tandem.serve.measure import Meter, Tap
 from tandem.serve.reply import Ask
 
+END_KINDS = ("done", "gone", "refused", "failed")
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class QueueLimits:
     """When to refuse rather than to queue. requests and tokens: in the server at once; None: no limit."""
 
@@ -30,7 +36,10 @@ class QueueLimits:
 
 @dataclass(slots=True)
 class Service:
-    """One engine under one or more served names."""
+    """One engine under one or more served names.
+
+    ended   how many answers ended how: done, gone (the client left), refused (4xx), failed (5xx or an error event).
+    """
 
     engine: AsyncEngine
     names: tuple[str, ...]
@@ -42,27 +51,46 @@ class Service:
     draining: bool = False
     num_requests: int = 0
     num_tokens: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
-    streams: set[Stream] = field(default_factory=set)
+    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(END_KINDS, 0)))
+    streams: set[AsyncStream] = field(default_factory=set)
+    journeys: Journeys = field(default_factory=Journeys)
     ended_by: TandemError | None = None
+    meter: Meter = field(default_factory=Meter)
+    taps: list[Tap] = field(default_factory=list)
+    readings: Any = None
+    vllm_metric_names: bool = False
 
     def check_model(self, name: object) -> str:
-        """The served name asked for. None means the only model. Raises 404 for any other name, 400 for other types."""
+        """The served name asked for. None means the only model. Raises 404 for any other name."""
         if name is None:
             return self.names[0]
         if name not in self.names:
             raise RequestError(
-                f"there is no model {name!r} here.",
+                f"there is no model {name!r:.200} here.",
                 param="model",
                 code="model_not_found",
                 hint=f"the models are: {', '.join(self.names)}.",
             )
         return str(name)
 
+    @property
+    def dead(self) -> TandemError | None:
+        """Why no more answers will come, or None: the engine has stopped, or its step is overdue."""
+        if self.engine.error is not None:
+            return self.engine.error
+        if isinstance(self.ended_by, EngineDeadError):
+            return self.ended_by
+        stalled_s = self.engine.stalled_s
+        if stalled_s > self.stall_s:
+            return EngineDeadError(
+                f"the engine's step has not come back for {stalled_s:.1f} s; the limit is {self.stall_s:g} s."
+            )
+        return None
+
     def check_open(self) -> None:
         """Raise 503 while draining, EngineDeadError if the engine has stopped."""
-        if self.engine.error is not None:
-            raise self.engine.error
+        if (error := self.dead) is not None:
+            raise error if isinstance(error, EngineDeadError) else EngineDeadError(error.what, hint=error.hint)
         if self.draining:
             raise HttpError(
                 "the server is shutting down and takes no new requests.", code="draining", Connection="close"
@@ -90,7 +118,14 @@ class Service:
             self.num_requests -= 1
             self.num_tokens -= num_tokens
 
-    async def updates(
+    def updates(self, asks: Sequence[Ask], deadline_s: float | None = None) -> AsyncGenerator[tuple[Ask, Update], None]:
+        """What ``_updates`` gives, past the meter and the taps."""
+        passing = self._updates(asks, deadline_s)
+        for tap in (self.meter, *self.taps):
+            passing = tap.watch(asks, passing)
+        return passing
+
+    async def _updates(
         self, asks: Sequence[Ask], deadline_s: float | None = None
     ) -> AsyncGenerator[tuple[Ask, Update], None]:
         """All updates of all asks as they come. However it ends, every stream is at its end or aborted then.
@@ -160,10 +195,28 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def end_all(self, reason: TandemError) -> None:
-        """End every answer with an error: streams get an error event, the others an error body."""
+        """End every answer with an error: streams get an error event, the others an error body.
+
+        The readers are ended here, not by the engine, which may never answer again.
+        """
         self.ended_by = reason
         for stream in tuple(self.streams):
             stream.abort()
+            stream.end(reason)
+
+    def count(self, error: Exception | None) -> None:
+        """Count one answer's end."""
+        if error is None:
+            self.ended["done"] += 1
+        elif isinstance(error, ClientGoneError):
+            self.ended["gone"] += 1
+        else:
+            self.ended["refused" if status_of(error) < 500 else "failed"] += 1
 
     def statistics(self) -> dict[str, Any]:
-        return {"requests": self.num_requests, "prompt_tokens": self.num_tokens, "draining": self.draining}
+        return {
+            "requests": self.num_requests,
+            "prompt_tokens": self.num_tokens,
+            "draining": self.draining,
+            "ended": dict(self.ended),
+        }

@@ -1,0 +1,83 @@
+"""How to serve, in one frozen table; the engine's settings are apart. It knows what the options mean, not who obeys.
+
+The command line's options are derived from the fields and their metadata, as for config.Settings.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.config import parse_bytes
+from tandem.errors import SettingError
+from tandem.serve.accept import Limits
+from tandem.serve.service import QueueLimits
+
+
+def _option(default: Any, group: str, text: str, **more: Any) -> Any:
+    return field(default=default, metadata={"group": group, "help": text, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What an operator chooses. Times in seconds; None: no limit."""
+
+    host: str = _option("127.0.0.1", "address", "address to listen on; 0.0.0.0 or :: is open to the network")
+    port: int = _option(8000, "address", "port to listen on; 0 takes a free one", low=0, high=65535)
+    served_model_name: tuple[str, ...] = _option(
+        (), "address", "name that clients ask for; may be given again (default: the model's own)"
+    )
+
+    api_key_file: str | None = _option(
+        None, "security", "file of API keys, one a line; every route but /health then needs one"
+    )
+    cors_origin: tuple[str, ...] = _option(
+        (), "security", "origin whose pages may call from a browser, as https://example.org; may be given again"
+    )
+    tls_certificate: str | None = _option(None, "security", "PEM file of the certificate chain: serve HTTPS")
+    tls_key: str | None = _option(None, "security", "PEM file of the private key, if apart from the certificate")
+
+    max_requests: int | None = _option(1024, "limits", "most requests in the server at once; more get 429", low=1)
+    max_queued_tokens: int | None = _option(
+        None, "limits", "most prompt tokens in the server at once; more get 429", low=1
+    )
+    queue_timeout: float | None = _option(None, "limits", "longest wait for a first token; then 503", low=0.001)
+    max_time: float = _option(3600.0, "limits", "longest time of one request; a client may ask for less", low=0.001)
+    max_body: int = _option("4MiB", "limits", "largest request body; larger get 413", unit="bytes", low=1024)
+    max_n: int = _option(16, "limits", "most answers to one prompt", low=1, high=128)
+    max_prompts: int = _option(256, "limits", "most prompts in one completion request", low=1)
+
+    keep_alive: float = _option(10.0, "life", "seconds of silence in a stream before a comment line is sent", low=0.01)
+    drain_timeout: float = _option(30.0, "life", "time that running requests have after SIGTERM", low=0)
+    stall_timeout: float = _option(60.0, "life", "a step that takes longer counts as an engine that died", low=0.05)
+    linger: float = _option(2.0, "life", "time that /health still says 503 after the engine died", low=0)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_body, str):
+            object.__setattr__(self, "max_body", parse_bytes(self.max_body))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, list):
+                object.__setattr__(self, f.name, tuple(value))
+            low, high = f.metadata.get("low"), f.metadata.get("high")
+            if value is None or low is None:
+                continue
+            if not math.isfinite(value) or value < low or (high is not None and value > high):
+                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise SettingError(f"{f.name} is {value!r}; it must be {bounds}.")
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise SettingError("tls_key is given, but no certificate.", hint="add --tls-certificate FILE.")
+        if any(not name for name in self.served_model_name):
+            raise SettingError("served_model_name is empty.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ServeOptions":
+        return cls(**values)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_body, self.max_n, self.max_prompts, self.max_time)
+
+    @property
+    def queue(self) -> QueueLimits:
+        return QueueLimits(self.max_requests, self.max_queued_tokens, self.queue_timeout)
