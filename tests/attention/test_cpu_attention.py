@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.attention import cpu
 from tandem.attention.choice import attention_backend
 from tandem.attention.contract import AttentionShape, Batch
 from tandem.attention.cpu import CpuAttention
@@ -69,6 +70,15 @@ MIXED = [(37, 1), (0, 1), (15, 1), (16, 1), (20, 9), (0, 33), (5, 1)]
 @pytest.mark.parametrize("block_size", [16, 1, 5])
 def test_mixed_batch(window: int | None, softcap: float | None, block_size: int) -> None:
     agree(MIXED, shape_of(window=window, softcap=softcap), block_size)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_large_groups(window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batches when no group is small enough for batched products."""
+    monkeypatch.setattr(cpu, "PRODUCTS_LIMIT_BYTES", 0)
+    agree(MIXED, shape_of(window=window, softcap=softcap), 16)
+    agree([(9, 1)], shape_of(9, 3, window=window, softcap=softcap), 5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (8, 4), (9, 3), (16, 1)])

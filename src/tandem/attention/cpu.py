@@ -3,6 +3,9 @@
 Decodes are gathered to dense keys and values, several requests at once, and attended in one call; the heads that
 share a KV head stand as the query rows of that head, so nothing is repeated. Requests of very different lengths go in
 groups, so that a long one does not pad the short ones. Longer spans are attended one by one.
+
+While a group is small, batched products beat SDPA, which is slow for few query rows: their keys are gathered head by
+head, as [S·K, L, D]. Such short copies lose to whole blocks once the keys leave the processor's cache.
 """
 
 from dataclasses import dataclass
@@ -15,17 +18,27 @@ from torch import Tensor
 from tandem.attention.contract import AttentionShape, Batch
 
 PADDING_LIMIT = 2.0
+PRODUCTS_LIMIT_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
 class _Group:
-    """Decodes of similar length. rows: their tokens; blocks_C: their tables cut to size, flat; mask_S11L: None: all."""
+    """Decodes of similar length.
+
+    rows       their tokens.
+    blocks_C   their tables cut to size, one behind another.
+    mask_S11L  the positions that each sees; None: all of them.
+    lines_X    where [S·K, L] keys lie in a cache seen as lines of D; None: too many for batched products.
+    bias_Y1L   the mask as something to add, [S·K, 1, L]; of one zero if there is none.
+    """
 
     rows: slice | Tensor
     num_rows: int
     blocks_C: Tensor
     length: int
     mask_S11L: Tensor | None
+    lines_X: Tensor | None
+    bias_Y1L: Tensor
 
 
 @dataclass(slots=True)
@@ -60,7 +73,7 @@ class CpuAttention:
         key = f"work {shape.window}"
         work = batch.scratch.get(key)
         if not isinstance(work, _Work):
-            work = _work(batch, keys_NPKD.shape[1], shape.window, queries_THD.dtype)
+            work = _work(batch, keys_NPKD, shape.window)
             batch.scratch[key] = work
         if len(work.groups) == 1 and not work.spans and work.groups[0].num_rows == len(queries_THD):
             return _attend_group(queries_THD, keys_NPKD, values_NPKD, work.groups[0], shape)
@@ -75,11 +88,29 @@ class CpuAttention:
 def _attend_group(
     queries_SHD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, group: _Group, shape: AttentionShape
 ) -> Tensor:
+    if group.lines_X is not None:
+        return _attend_by_products(queries_SHD, keys_NPKD, values_NPKD, group, shape)
     shared = (group.num_rows, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
     keys_SKLD = _gather(keys_NPKD, group.blocks_C, group.num_rows, group.length)
     values_SKLD = _gather(values_NPKD, group.blocks_C, group.num_rows, group.length)
     attended_SKGD = _attend(queries_SHD.view(shared), keys_SKLD, values_SKLD, group.mask_S11L, shape)
     return attended_SKGD.reshape(queries_SHD.shape)
+
+
+def _attend_by_products(
+    queries_SHD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, group: _Group, shape: AttentionShape
+) -> Tensor:
+    assert group.lines_X is not None
+    dense = (group.num_rows * shape.num_kv_heads, group.length, shape.head_dim)
+    keys_YLD = keys_NPKD.view(-1, shape.head_dim).index_select(0, group.lines_X).view(dense)
+    values_YLD = values_NPKD.view(-1, shape.head_dim).index_select(0, group.lines_X).view(dense)
+    queries_YGD = queries_SHD.reshape(dense[0], -1, shape.head_dim)
+    if shape.softcap is None:
+        scores_YGL = torch.baddbmm(group.bias_Y1L, queries_YGD, keys_YLD.transpose(1, 2), alpha=shape.scale)
+    else:
+        scores_YGL = torch.bmm(queries_YGD, keys_YLD.transpose(1, 2)) * (shape.scale / shape.softcap)
+        scores_YGL = torch.tanh(scores_YGL) * shape.softcap + group.bias_Y1L
+    return torch.bmm(scores_YGL.softmax(dim=-1), values_YLD).view(queries_SHD.shape)
 
 
 def _attend_span(
@@ -130,15 +161,16 @@ def causal_mask(first_query: int, num_queries: int, first_key: int, num_keys: in
     return seen_QL
 
 
-def _work(batch: Batch, block_size: int, window: int | None, dtype: torch.dtype) -> _Work:
+def _work(batch: Batch, keys_NPKD: Tensor, window: int | None) -> _Work:
     """Groups of decodes and longer spans, with tables cut to what the window sees."""
+    block_size = keys_NPKD.shape[1]
     spans = batch.host_spans
     if not spans:
         starts, lengths = batch.query_starts_S1.tolist(), batch.lengths_S.tolist()
         counts = [after - first for first, after in pairwise(starts)]
         spans = [(length - count, count) if length else (0, 0) for length, count in zip(lengths, counts, strict=True)]
     decodes = [(start + 1, span) for span, (start, count) in enumerate(spans[: batch.num_decodes]) if count]
-    groups = [_group(batch, members, block_size, window) for members in _by_length(decodes)]
+    groups = [_group(batch, members, keys_NPKD, window) for members in _by_length(decodes)]
     work, row = _Work(groups, []), batch.num_decodes
     for span, (start, count) in enumerate(spans[batch.num_decodes :], batch.num_decodes):
         if count:
@@ -164,7 +196,8 @@ def _by_length(decodes: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return groups
 
 
-def _group(batch: Batch, members: list[tuple[int, int]], block_size: int, window: int | None) -> _Group:
+def _group(batch: Batch, members: list[tuple[int, int]], keys_NPKD: Tensor, window: int | None) -> _Group:
+    block_size = keys_NPKD.shape[1]
     spans = [span for _, span in members]
     lengths_S = torch.tensor([length for length, _ in members])
     firsts_S = torch.zeros_like(lengths_S)
@@ -188,7 +221,27 @@ def _group(batch: Batch, members: list[tuple[int, int]], block_size: int, window
         seen_SL &= positions_SL >= lengths_S[:, None] - window
     if not bool(seen_SL.all()):
         mask_S11L = seen_SL[:, None, None]
-    return _Group(rows, len(spans), blocks_C.long(), longest, mask_S11L)
+    blocks_C = blocks_C.long()
+    lines_X = _lines(blocks_C, len(spans), longest, keys_NPKD)
+    return _Group(rows, len(spans), blocks_C, longest, mask_S11L, lines_X, _bias(mask_S11L, keys_NPKD))
+
+
+def _lines(blocks_C: Tensor, num_rows: int, length: int, keys_NPKD: Tensor) -> Tensor | None:
+    """Line of each key in keys seen as [N·P·K, D], flat, in the order [S, K, L]."""
+    _, block_size, num_kv_heads, head_dim = keys_NPKD.shape
+    num_bytes = num_rows * num_kv_heads * length * head_dim * keys_NPKD.element_size()
+    if keys_NPKD.dtype != torch.float32 or num_bytes > PRODUCTS_LIMIT_BYTES:
+        return None
+    slots_CP = (blocks_C * block_size)[:, None] + torch.arange(block_size)
+    slots_S1L = slots_CP.view(num_rows, 1, -1)[..., :length]
+    return (slots_S1L * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
+
+
+def _bias(mask_S11L: Tensor | None, keys_NPKD: Tensor) -> Tensor:
+    if mask_S11L is None:
+        return torch.zeros(1, 1, 1)
+    bias_S1L = torch.zeros(mask_S11L.shape[0], 1, mask_S11L.shape[-1]).masked_fill_(~mask_S11L[:, 0], float("-inf"))
+    return bias_S1L.repeat_interleave(keys_NPKD.shape[2], dim=0)
 
 
 def _span(batch: Batch, span: int, rows: slice, start: int, block_size: int, window: int | None) -> _Span:
