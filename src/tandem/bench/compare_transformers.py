@@ -108,7 +108,7 @@ class Transformers:
             pages = sum(-(-(len(a.prompt) + a.max_tokens) // PAGE) for a in workload.asked)
             tokens = min(MOST_TOKENS, max(workload.num_prompt_tokens, len(workload.asked)))
             sizes = {"page_size": PAGE, "num_blocks": pages + 2, "max_batch_tokens": tokens}
-        return ContinuousBatchingConfig(allow_block_sharing=False, **sizes)
+        return cast(Any, ContinuousBatchingConfig)(allow_block_sharing=False, **sizes)
 
 
 def _be_quiet() -> None:
