@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels import sample as kernel
+from tandem.kernels.sample import greedy as greedy_ids
+from tandem.kernels.sample import sample as sample_ids
 from tandem.plan import Arrival, Span
 from tandem.request import SamplingParams
 from tandem.runner.batch import Packed
@@ -95,10 +96,10 @@ class DeviceSampling:
         """Ids, int64 [R]. numbers: NUMBERS on the device, None: all greedy. Safe to capture."""
         logits_RV = logits_RV[:, : self.num_tokens]
         if numbers is None:
-            return kernel.greedy(logits_RV)
+            return greedy_ids(logits_RV)
         assert positions_R is not None
         temperatures_R, top_ks_R, top_ps_R, min_ps_R, seeds_R = (numbers[name] for name in NUMBERS)
-        return kernel.sample(logits_RV, temperatures_R, top_ks_R, top_ps_R, min_ps_R, seeds_R, positions_R)
+        return sample_ids(logits_RV, temperatures_R, top_ks_R, top_ps_R, min_ps_R, seeds_R, positions_R)
 
     def draw(
         self, packed: Packed, path: str, hidden_RE: Tensor, logits_of: Callable[[Tensor], Tensor],
