@@ -35,6 +35,7 @@ FROM_ENGINE = (
     "num_requests_running", "num_requests_waiting", "num_preemptions", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "steps", "step_tokens", "ghost_rows", "host_seconds",
 )  # fmt: skip
+KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 ALIASES = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),
@@ -209,8 +210,7 @@ class Exporter:
 
     def _metric(self, name: str, family: Family) -> Metric:
         labels = ["model_name", *family.samples[0].labels]
-        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-        metric = kinds[family.kind](name, family.help, labels=labels)
+        metric: Any = KINDS[family.kind](name, family.help, labels=labels)
         for sample in family.samples:
             values = [self.service.names[0], *sample.labels.values()]
             if isinstance(sample.value, Histogram):
@@ -218,7 +218,8 @@ class Exporter:
                 metric.add_metric(values, buckets, sample.value.sum)
             else:
                 metric.add_metric(values, sample.value)
-        return metric
+        found: Metric = metric
+        return found
 
 
 def vllm_families(families: Iterable[Family], meter: Meter) -> Iterator[tuple[str, Family]]:

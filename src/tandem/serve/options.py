@@ -52,6 +52,11 @@ class ServeOptions:
     stall_timeout: float = _option(60.0, "life", "a step that takes longer counts as an engine that died", low=0.05)
     linger: float = _option(2.0, "life", "time that /health still says 503 after the engine died", low=0)
 
+    vllm_metric_names: bool = _option(False, "observing", "/metrics shows the names that vLLM's dashboards read, too")
+    otlp_endpoint: str | None = _option(
+        None, "observing", "OpenTelemetry collector, as http://127.0.0.1:4318: one span a request"
+    )
+
     def __post_init__(self) -> None:
         if isinstance(self.max_body, str):
             object.__setattr__(self, "max_body", parse_bytes(self.max_body))

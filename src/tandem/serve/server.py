@@ -84,6 +84,7 @@ async def serve(
             engine, options.served_model_name or (engine.card.name,), options.limits, options.queue,
             options.keep_alive, options.stall_timeout,
         )  # fmt: skip
+        service.vllm_metric_names = options.vllm_metric_names
         app = create_app(service, keys=keys, origins=options.cors_origin, routes=routes)
         return await _run(
             service, app, options, listener, signals, lambda port: _banner(service, options, keys, port, say)
