@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tandem.errors import TandemError
-from tandem.serve import export, generate, operate
+from tandem.serve import describe, export, generate, operate, responses
 from tandem.serve.failure import HttpError, response_of
 from tandem.serve.guard import KeyGuard
 from tandem.serve.measure import Doorkeeper
@@ -23,6 +23,7 @@ log = logging.getLogger("tandem.serve")
 ROUTES: tuple[BaseRoute, ...] = (
     Route("/v1/chat/completions", generate.chat, methods=["POST"]),
     Route("/v1/completions", generate.completions, methods=["POST"]),
+    Route("/v1/responses", responses.responses, methods=["POST"]),
     Route("/v1/embeddings", operate.embeddings, methods=["POST"]),
     Route("/v1/models", operate.models, methods=["GET"]),
     Route("/v1/models/{name:path}", operate.model, methods=["GET"]),
@@ -32,6 +33,7 @@ ROUTES: tuple[BaseRoute, ...] = (
     Route("/ready", operate.ready, methods=["GET"]),
     Route("/explain/{name}", operate.explain, methods=["GET"]),
     Route("/load", operate.load, methods=["GET"]),
+    Route("/openapi.json", describe.openapi, methods=["GET"]),
     Route("/version", operate.version, methods=["GET"]),
     Route("/metrics", export.metrics, methods=["GET"]),
 )

@@ -59,7 +59,9 @@ async def chat(request: Request) -> ASGIApp:
     return await answer(request, service, await chat_job(service, body, journey))
 
 
-async def chat_job(service: Service, body: ChatRequest, journey: Journey, kind: type[Reply] = ChatReply) -> Job:
+async def chat_job(
+    service: Service, body: ChatRequest, journey: Journey, kind: Callable[..., Reply] = ChatReply
+) -> Job:
     """Understand a chat request. Raises RequestError."""
     card = service.engine.card
     model = service.check_model(body.model)

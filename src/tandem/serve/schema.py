@@ -218,3 +218,12 @@ class ResponsesRequest(Struct, kw_only=True):
     background: bool | None = None
     prompt: Any = None
     max_tool_calls: int | None = None
+    # extensions
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    explain: bool | None = None
+    timeout_s: float | None = None

@@ -1,0 +1,191 @@
+"""An answer as the items of the Responses API, streamed or whole. It does not know requests' fields or HTTP.
+
+    reasoning ─► a reasoning item     content ─► a message with one text part     each tool call ─► a function_call
+Each item is opened, grown and closed by events; the whole answer is what the events built.
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import orjson
+
+from tandem.request import TokenLogprobs
+from tandem.serve.logprobs import Tokens, chat_entries
+from tandem.serve.parse import Piece, ToolPiece
+from tandem.serve.reply import Ask, Reply, Show, Updates
+from tandem.serve.schema import ResponsesRequest
+
+Event = dict[str, Any]
+ECHOED = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "top_p", "tool_choice",
+    "tools", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "reasoning", "text",
+)  # fmt: skip
+
+
+class Items:
+    """Builds the output items of one answer out of its pieces, one open item at a time."""
+
+    def __init__(self, identity: str, tokens: Tokens, *, logprobs: bool) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._identity, self._tokens, self._show_logprobs = identity, tokens, logprobs
+        self._open: dict[str, Any] | None = None
+        self._tool = -1
+        self._entries: list[dict[str, Any]] = []
+
+    def grow(self, piece: Piece, entries: Sequence[TokenLogprobs]) -> Iterator[Event]:
+        """Events of one piece. entries: log-probabilities that have come with it."""
+        if self._show_logprobs:
+            self._entries += chat_entries(self._tokens, entries)
+        if piece.tool is not None:
+            if piece.tool.index != self._tool:
+                yield from self.close("completed")
+                yield self._begin_call(piece.tool)
+            if piece.tool.arguments:
+                self._item["arguments"] += piece.tool.arguments
+                yield self._about("response.function_call_arguments.delta", delta=piece.tool.arguments)
+        elif piece.reasoning:
+            yield from self._part("reasoning", "reasoning_text", piece.reasoning)
+        elif piece.content:
+            yield from self._part("message", "output_text", piece.content)
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        assert self._open is not None
+        return self._open
+
+    def _begin(self, item: dict[str, Any]) -> Event:
+        self._open = {**item, "status": "in_progress"}
+        self.output.append(self._open)
+        return {"type": "response.output_item.added", "output_index": self._index, "item": _copy(self._open)}
+
+    @property
+    def _index(self) -> int:
+        return len(self.output) - 1
+
+    def _begin_call(self, tool: ToolPiece) -> Event:
+        self._tool = tool.index
+        name = f"fc_{self._identity}_{len(self.output)}"
+        return self._begin(
+            {"type": "function_call", "id": name, "call_id": tool.id, "name": tool.name, "arguments": ""}
+        )
+
+    def _part(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
+        if self._open is None or self._open["type"] != kind:
+            yield from self.close("completed")
+            name = f"{'msg' if kind == 'message' else 'rs'}_{self._identity}_{len(self.output)}"
+            item: dict[str, Any] = {"type": kind, "id": name, "content": []}
+            item |= dict(role="assistant") if kind == "message" else dict(summary=[])
+            yield self._begin(item)
+            part: dict[str, Any] = {"type": part_kind, "text": ""}
+            if kind == "message":
+                part |= {"annotations": [], "logprobs": []}
+            self._item["content"].append(part)
+            yield self._about("response.content_part.added", content_index=0, part=_copy(part))
+        part = self._item["content"][0]
+        part["text"] += text
+        yield self._about(f"response.{part_kind}.delta", content_index=0, delta=text, **self._take_logprobs(part))
+
+    def _take_logprobs(self, part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "output_text":
+            return {}
+        entries, self._entries = self._entries, []
+        part["logprobs"] += entries
+        return {"logprobs": entries}
+
+    def close(self, status: str) -> Iterator[Event]:
+        """Events that end the open item, if there is one."""
+        item = self._open
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "function_call":
+            yield self._about("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        else:
+            part = item["content"][0]
+            self._take_logprobs(part)
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
+            yield self._about("response.content_part.done", content_index=0, part=_copy(part))
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": _copy(item)}
+        self._open = None
+
+    def _about(self, kind: str, **values: Any) -> Event:
+        return {"type": kind, "item_id": self._item["id"], "output_index": self._index, **values}
+
+
+class ResponsesReply(Reply):
+    """POST /v1/responses: one answer."""
+
+    kind, prefix = "response", "resp_"
+
+    def __init__(
+        self, asks: Sequence[Ask], model: str, tokens: Tokens, show: Show, *, body: ResponsesRequest
+    ) -> None:  # fmt: skip
+        super().__init__(asks, model, tokens, show)
+        self._body = body
+        self._items = Items(self.id.removeprefix(self.prefix), tokens, logprobs=show.logprobs)
+        self._num_reasoning = 0
+        self._number = 0
+
+    async def whole(self, updates: Updates) -> dict[str, Any]:
+        async for _ in self._events(updates):
+            pass
+        return self._response() | await self.explanation()
+
+    async def chunks(self, updates: Updates) -> AsyncGenerator[bytes, None]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._sse({"type": kind, "response": self._response()})
+        async for event in self._events(updates):
+            yield self._sse(event)
+        response = self._response() | await self.explanation()
+        yield self._sse({"type": f"response.{response['status']}", "response": response})
+
+    async def _events(self, updates: Updates) -> AsyncGenerator[Event, None]:
+        choice = self.choices[0]
+        async for ask, update in updates:
+            self.admit(ask, update)
+            pieces = choice.take(update)
+            if update.token_ids and any(piece.reasoning for piece in pieces):
+                self._num_reasoning += len(update.token_ids)
+            entries = list(update.logprobs or ())
+            for piece in pieces or [Piece()]:
+                for event in self._items.grow(piece, entries):
+                    yield event
+                entries = []
+        for event in self._items.close("incomplete" if choice.finish == "length" else "completed"):
+            yield event
+
+    def _response(self) -> dict[str, Any]:
+        finish = self.choices[0].finish
+        status = {None: "in_progress", "length": "incomplete"}.get(finish, "completed")
+        echoed = msgspec.to_builtins({name: getattr(self._body, name) for name in ECHOED})
+        echoed["parallel_tool_calls"] = self._body.parallel_tool_calls is not False
+        echoed["tool_choice"] = echoed["tool_choice"] or "auto"
+        echoed["tools"] = echoed["tools"] or []
+        echoed["text"] = echoed["text"] or {"format": {"type": "text"}}
+        return {
+            "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model,
+            "output": self._items.output, "error": None, "background": False, "store": False, "truncation": "disabled",
+            "previous_response_id": None, "usage": self.usage() if finish else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None, **echoed,
+        }  # fmt: skip
+
+    def usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.num_prompt,
+            "input_tokens_details": {"cached_tokens": self.cached},
+            "output_tokens": self.num_completion,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+            "total_tokens": self.num_prompt + self.num_completion,
+        }
+
+    def _sse(self, event: Event) -> bytes:
+        body: bytes = orjson.dumps({**event, "sequence_number": self._number})
+        self._number += 1
+        return f"event: {event['type']}\n".encode() + b"data: " + body + b"\n\n"
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    """A copy that later growth does not change."""
+    return {key: list(value) if isinstance(value, list) else value for key, value in item.items()}

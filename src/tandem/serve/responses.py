@@ -1,0 +1,175 @@
+"""POST /v1/responses, the stateless part: a Responses request becomes a chat request, and is answered as items.
+
+It knows how the two APIs differ in words; what they share is done by ``generate``. Nothing is stored.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from tandem.errors import RequestError
+from tandem.serve.explain import Journey
+from tandem.serve.failure import read_json
+from tandem.serve.generate import answer, chat_job
+from tandem.serve.items import ResponsesReply
+from tandem.serve.schema import (
+    ChatRequest,
+    FunctionTool,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    ResponsesNamedTool,
+    ResponsesRequest,
+    Tool,
+)
+from tandem.serve.service import Service
+
+REFUSED = {
+    "previous_response_id": "nothing is stored here; send the whole conversation as input.",
+    "conversation": "nothing is stored here; send the whole conversation as input.",
+    "background": "answers are not computed in the background.",
+    "prompt": "there are no stored prompts here.",
+    "max_tool_calls": "there are no built-in tools whose calls could be counted.",
+}
+LOGPROBS = "message.output_text.logprobs"
+# What the chat request calls otherwise.
+PARAMS = {
+    "messages": "input", "prompt": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
+    "reasoning_effort": "reasoning",
+}  # fmt: skip
+
+
+async def responses(request: Request) -> ASGIApp:
+    journey = Journey(time.perf_counter())
+    service: Service = request.app.state.service
+    body = await read_json(request, ResponsesRequest, service.limits.body_bytes)
+    service.check_open()
+    try:
+        job = await chat_job(service, as_chat(body), journey, lambda *a: ResponsesReply(*a, body=body))
+        if job.constraint_param == "response_format":
+            job.constraint_param = "text"
+        return await answer(request, service, job)
+    except RequestError as error:
+        error.param = PARAMS.get(error.param or "", error.param)
+        raise
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The same request in the chat API's words. Raises RequestError for what needs state or is not offered."""
+    for name, why in REFUSED.items():
+        if getattr(body, name) not in (None, False):
+            raise RequestError(f"{name} is not supported: {why}", param=name, code="unsupported_value")
+    include = body.include or []
+    for name in include:
+        if name != LOGPROBS:
+            raise RequestError(
+                f"include knows {LOGPROBS}, not {name!r:.80}.", param="include", code="unsupported_value"
+            )
+    if body.truncation not in (None, "disabled"):
+        raise RequestError("input is never cut here; truncation must be disabled.", param="truncation")
+    if (body.stream_options or {}).get("include_obfuscation"):
+        raise RequestError("stream_options.include_obfuscation is not supported.", param="stream_options")
+    reasoning = body.reasoning
+    if reasoning is not None and (reasoning.summary or reasoning.generate_summary) not in (None, "auto"):
+        raise RequestError("reasoning is given whole, never as a summary.", param="reasoning")
+    return ChatRequest(
+        model=body.model, messages=messages_of(body), stream=body.stream, temperature=body.temperature,
+        top_p=body.top_p, max_completion_tokens=body.max_output_tokens, user=body.user, store=body.store,
+        service_tier=body.service_tier, parallel_tool_calls=body.parallel_tool_calls, verbosity=_verbosity(body),
+        tools=_tools(body), tool_choice=_tool_choice(body), response_format=_format(body),
+        reasoning_effort=reasoning.effort if reasoning is not None else None,
+        logprobs=LOGPROBS in include or bool(body.top_logprobs), top_logprobs=body.top_logprobs,
+        seed=body.seed, top_k=body.top_k, min_p=body.min_p, repetition_penalty=body.repetition_penalty,
+        priority=body.priority, cache_salt=body.cache_salt, explain=body.explain, timeout_s=body.timeout_s,
+    )  # fmt: skip
+
+
+def _verbosity(body: ResponsesRequest) -> str | None:
+    return body.text.verbosity if body.text is not None else None
+
+
+def _tools(body: ResponsesRequest) -> list[Tool] | None:
+    found = []
+    for i, tool in enumerate(body.tools or []):
+        if tool.type != "function" or not tool.name:
+            raise RequestError(
+                f"tools[{i}] is of type {tool.type!r:.80}; only functions with a name are offered here.",
+                param="tools", code="unsupported_value",
+            )  # fmt: skip
+        found.append(Tool("function", FunctionTool(tool.name, tool.description, tool.parameters, tool.strict)))
+    return found or None
+
+
+def _tool_choice(body: ResponsesRequest) -> Any:
+    if isinstance(body.tool_choice, ResponsesNamedTool):
+        if body.tool_choice.type != "function" or body.tool_choice.name is None:
+            raise RequestError("tool_choice must name a function.", param="tool_choice", code="unsupported_value")
+        return NamedToolChoice("function", NamedFunction(body.tool_choice.name))
+    return body.tool_choice
+
+
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    wanted = body.text.format if body.text is not None else None
+    if wanted is None:
+        return None
+    if wanted.type not in ("text", "json_object", "json_schema"):
+        raise RequestError(f"text.format.type is {wanted.type!r:.80}; it must be text or JSON.", param="text")
+    return ResponseFormat(wanted.type, JsonSchemaFormat(wanted.name or "answer", wanted.schema, None, wanted.strict))
+
+
+def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """instructions and input as chat messages. Raises RequestError naming the item."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise RequestError("input is an empty list.", param="input")
+    thought = ""
+    for place, item in enumerate(body.input):
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            thought += _text_of(item.get("content") or item.get("summary") or ())
+            continue
+        message = _message(item, kind, place)
+        if message["role"] == "assistant" and thought:
+            message["reasoning_content"], thought = thought, ""
+        last = messages[-1] if messages else {}
+        if kind == "function_call" and last.get("role") == "assistant" and "tool_calls" in last:
+            last["tool_calls"] += message["tool_calls"]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: dict[str, Any], kind: object, place: int) -> dict[str, Any]:
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call":
+        function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}
+        call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": item.get("output")}
+    raise RequestError(
+        f"input[{place}] is of type {kind!r:.80}; known are message, function_call, function_call_output, reasoning.",
+        param="input", code="unsupported_value",
+    )  # fmt: skip
+
+
+def _string(item: dict[str, Any], name: str, place: int) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"input[{place}].{name} must be a string.", param="input")
+    return value
+
+
+def _text_of(parts: object) -> str:
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        return ""
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
