@@ -75,7 +75,7 @@ def test_c05_a_long_prompt_stalls_neither_decodes_nor_short_ones_and_still_ends(
     for number in range(2000):
         if answers["long"].finish:
             break
-        drive.add(*(request(f"flow{number}.{i}", 17, 2) for i in range(2)))
+        drive.add(*(request(f"flow{number}.{i}", 17, 2) for i in range(5)))
         drive.turn()
     assert answers["long"].finish == "length" and answers["long"].last_step - begin <= 4000 / 16
     in_flight = [plan for plan in drive.plans if any(span.request == "long" for span in plan.spans)]

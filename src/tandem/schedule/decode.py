@@ -34,10 +34,10 @@ def _plan_with_care(running: Running, progress: Progress, draft: Draft) -> None:
         return  # preempted or made to leave a moment ago, for the sake of another
     allowed = None
     if progress.mask is not None:
-        allowed = progress.mask_now() if not progress.owed else None
-        if allowed is None and progress.error is None:
-            return
         if progress.owed:
+            return  # its next mask hangs on a token that is not home
+        allowed = progress.mask_now()
+        if allowed is None and progress.error is None:
             return
     start = progress.computed
     if start >= len(table.blocks) * running.ledger.block_size and not running.extend(progress, draft):
