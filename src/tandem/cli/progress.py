@@ -42,10 +42,20 @@ def waiting() -> Iterator[Waiting]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
-    class Sizes(DownloadColumn):
+    class Size(DownloadColumn):
         def render(self, task: Any) -> Any:
             return super().render(task) if task.total else ""
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), Sizes())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    class Bar(BarColumn):
+        def render(self, task: Any) -> Any:
+            return super().render(task) if task.total else ""
+
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        Bar(bar_width=30),
+        Size(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
         yield _Drawn(progress)
