@@ -31,9 +31,10 @@ class Attention(nn.Module):
     def forward(
         self, hidden_TE: Tensor, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor, backend: AttentionBackend
     ) -> Tensor:
+        """[T, E] → [T, E], or partial sums of it (see Linear.forward_parts)."""
         queries_THD = kernels.norm_rope_store(
-            self.qkv(hidden_TE), batch.positions_T, self.cos_sin_LD, batch.slots_T, keys_NPKD, values_NPKD,
-            self.shape.num_heads, self.query_norm_D, self.key_norm_D, self.eps,
+            self.qkv.forward_parts(hidden_TE), batch.positions_T, self.cos_sin_LD, batch.slots_T, keys_NPKD,
+            values_NPKD, self.shape.num_heads, self.query_norm_D, self.key_norm_D, self.eps,
         )  # fmt: skip
         attended_THD = backend.attend(queries_THD, keys_NPKD, values_NPKD, batch, self.shape)
-        return self.output(attended_THD.flatten(1))
+        return self.output.forward_parts(attended_THD.flatten(1))

@@ -1,17 +1,12 @@
 """Gated feed-forward layers, dense. They know one activation each and nothing of the block around them."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from tandem import kernels
 from tandem.layers.linear import Linear, LinearScheme
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": kernels.silu_mul,
-    "gelu_pytorch_tanh": kernels.gelu_tanh_mul,
-}
+# Name in a config.json → name of the kernel. Gemma's "gelu_pytorch_tanh" is the tanh approximation.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
 class GatedFeedForward(nn.Module):
@@ -24,7 +19,8 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.gate_up: Linear = scheme.create(hidden_size, (intermediate_size, intermediate_size), bias, dtype, device)
         self.down: Linear = scheme.create(intermediate_size, (hidden_size,), bias, dtype, device)
-        self.activate = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
-        return self.down(self.activate(self.gate_up(hidden_TE)))
+        """[T, E] → [T, E], or partial sums of it (see Linear.forward_parts)."""
+        return self.down.forward_parts(self.gate_up.forward_gated(hidden_TE, self.activation))

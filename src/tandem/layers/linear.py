@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem import kernels
 from tandem.errors import ModelError
+from tandem.kernels.linear import linear
 from tandem.layers.target import Target, whole
 
 
@@ -45,6 +47,14 @@ class Linear(nn.Module):
         """[T, in] → [T, out]."""
         raise NotImplementedError
 
+    def forward_parts(self, x_TI: Tensor) -> Tensor:
+        """[T, in] → [T, out], or float32 partial sums [parts, T, out] for a kernel that adds them as it reads."""
+        return self.forward(x_TI)
+
+    def forward_gated(self, x_TI: Tensor, activation: str) -> Tensor:
+        """activation(first half) · second half of the output, [T, in] → [T, out/2]; "silu" or "gelu"."""
+        return kernels.gated(self.forward(x_TI), activation)
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         # Nothing here has hooks, and a decode step calls this often enough for their bookkeeping to show.
         return self.forward(x_TI)
@@ -64,7 +74,30 @@ class RowLinear(Linear):
         return F.linear(x_TI, self.weight_OI, self.bias)
 
 
-SMALL_BATCH = 64
+class DeviceLinear(RowLinear):
+    """Stored as in the checkpoint, multiplied by the kernel that was measured fastest for the shape.
+
+    invariant: a token's result is the same number whatever the other tokens in the step.
+    """
+
+    invariant = False
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return linear(x_TI, self.weight_OI, self.bias, self.invariant)
+
+    def forward_parts(self, x_TI: Tensor) -> Tensor:
+        return self.forward(x_TI) if self.invariant else kernels.linear_parts(x_TI, self.weight_OI, self.bias)
+
+    def forward_gated(self, x_TI: Tensor, activation: str) -> Tensor:
+        return kernels.gated_linear(x_TI, self.weight_OI, self.bias, activation, self.invariant)
+
+
+def whole_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, N] from what forward_parts returned, for a reader that does not add parts itself."""
+    return x if x.dim() == 2 else kernels.add_parts(x, dtype)
+
+
+SMALL_BATCH, SMALL_BATCH_OF_ONE_THREAD = 64, 8
 
 
 def host_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -72,9 +105,11 @@ def host_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -
 
     The matrix library splits the rows of its first factor among threads and blocks: with W first it streams the
     weights at memory speed, where F.linear reaches a half to a third of it (measured on two cores of an AMD EPYC).
+    The transposed result costs a copy, which a single thread earns back for few rows only.
     """
     num_rows = x_TI.shape[0]
-    if num_rows > SMALL_BATCH or x_TI.dtype != torch.float32:
+    limit = SMALL_BATCH if torch.get_num_threads() > 1 else SMALL_BATCH_OF_ONE_THREAD
+    if num_rows > limit or x_TI.dtype != torch.float32:
         return F.linear(x_TI, weight_OI, bias_O)
     pair_IT = (torch.cat((x_TI, x_TI)) if num_rows == 1 else x_TI).t()
     y_OT = torch.mm(weight_OI, pair_IT) if bias_O is None else torch.addmm(bias_O[:, None], weight_OI, pair_IT)
@@ -103,24 +138,33 @@ class LinearScheme(Protocol):
 
 
 class Dense:
-    """Weights in the model's dtype, [out, in]."""
+    """Weights in the model's dtype, [out, in]. invariant: see DeviceLinear."""
 
     name = "dense"
+
+    def __init__(self, invariant: bool = False) -> None:
+        self.invariant = invariant
 
     def create(
         self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        kind = HostLinear if device.type == "cpu" else RowLinear
-        return kind(in_size, parts, bias, dtype, device)
+        if device.type == "cpu":
+            return HostLinear(in_size, parts, bias, dtype, device)
+        layer = DeviceLinear(in_size, parts, bias, dtype, device)
+        layer.invariant = self.invariant
+        return layer
 
     def create_head(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device) -> Linear | None:
         return None
 
 
-def linear_scheme(name: str | None, device: torch.device) -> LinearScheme:
-    """The scheme of a name: None or "dense", "w8a8", "int4". Raises ModelError for others and for a wrong device."""
+def linear_scheme(name: str | None, device: torch.device, invariant: bool = False) -> LinearScheme:
+    """The scheme of a name: None or "dense", "w8a8", "int4". Raises ModelError for others and for a wrong device.
+
+    invariant: on a GPU, results do not depend on what else is in the batch; the CPU's do not anyway.
+    """
     if name in (None, "dense"):
-        return Dense()
+        return Dense(invariant)
     from tandem.layers.quantised import SCHEMES
 
     if name not in SCHEMES:

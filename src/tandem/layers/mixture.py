@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem import kernels
 from tandem.layers.feedforward import ACTIVATIONS
 from tandem.layers.target import Target, whole
 
@@ -27,7 +28,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.num_experts, self.num_chosen, self.normalise = num_experts, num_chosen, normalise
         self.intermediate_size = intermediate_size
-        self.activate = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[activation]
         self.router_XE = _parameter(num_experts, hidden_size, dtype=dtype, device=device)
         self.gate_up_X2FE = _parameter(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down_XEF = _parameter(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
@@ -42,7 +43,7 @@ class Mixture(nn.Module):
         counts_X.scatter_add_(0, experts_TC.flatten(), torch.ones_like(order_A, dtype=torch.int32))
         ends_X = counts_X.cumsum(0, dtype=torch.int32)
         sorted_AE = hidden_TE[order_A // self.num_chosen]
-        inner_AF = self.activate(_grouped(sorted_AE, self.gate_up_X2FE, ends_X))
+        inner_AF = kernels.gated(_grouped(sorted_AE, self.gate_up_X2FE, ends_X), self.activation)
         outer_AE = _grouped(inner_AF, self.down_XEF, ends_X)
         in_order_AE = torch.empty_like(outer_AE).index_copy_(0, order_A, outer_AE)
         parts_TCE = in_order_AE.view(-1, self.num_chosen, outer_AE.shape[-1]) * weights_TC[..., None].to(outer_AE.dtype)
