@@ -94,16 +94,16 @@ class CudaRunner:
         slot = self._slots[self._num_submitted % self.depth]
         slot.take(self._times.begin(idle=self._num_submitted == self._num_collected))
         packed = slot.packed = self._packer.pack(plan)
-        self._admit(packed)
-        sent = self._send(packed, slot)
         with self._streams.on("compute"):
+            self._admit(packed)
+            sent = self._send(packed, slot)
             if sent:
                 self._streams.wait("compute", slot.moments.ready)
             self._streams.record(slot.moments.began, "compute")
             self._change(packed, sent)
             slot.drawn = self._compute(packed, slot, sent)
             self._streams.record(slot.moments.computed, "compute")
-        slot.fetch(slot.packed.num_samples, slot.drawn)
+            slot.fetch(slot.packed.num_samples, slot.drawn)
         self._num_submitted += 1
         return Ticket(plan.step, slot.index)
 
@@ -123,14 +123,11 @@ class CudaRunner:
     def _admit(self, packed: Packed) -> None:
         """Departures and arrivals, as far as sampling goes; what they copy is ordered on the compute stream."""
         self._sampling.depart(packed.plan.departures)
-        if not packed.plan.arrivals:
-            return
-        with self._streams.on("compute"):
-            for arrival in packed.plan.arrivals:
-                try:
-                    self._sampling.arrive(arrival)
-                except torch.OutOfMemoryError:
-                    packed.failed[arrival.request] = OUT_OF_MEMORY
+        for arrival in packed.plan.arrivals:
+            try:
+                self._sampling.arrive(arrival)
+            except torch.OutOfMemoryError:
+                packed.failed[arrival.request] = OUT_OF_MEMORY
 
     def _send(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
         """Send what the host knows and the device does not: nothing at all in most decode steps."""

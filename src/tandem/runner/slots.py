@@ -6,6 +6,7 @@ all of it belongs to one slot, and is written again only after the slot's ticket
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,11 @@ class Slot:
     _host_home_R: Tensor = field(init=False)
     _extra: Tensor = field(init=False)
     _pinned: Tensor = field(init=False)
-    _pages: np.ndarray = field(init=False)
+    _pages: dict[np.dtype[Any], np.ndarray] = field(init=False)
     _staging: Tensor = field(init=False)
+    _views: dict[np.dtype[Any], Tensor] = field(init=False)
+    _count: int = 0
+    _homes: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self._host_home_R = self.streams.pinned(8 * self.home_R.numel()).view(torch.int64)
@@ -59,9 +63,16 @@ class Slot:
 
     def _allocate(self, num_bytes: int) -> None:
         self.staging_bytes = num_bytes
+        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self._pinned = self.streams.pinned(num_bytes)
-        self._pages = self._pinned.numpy()
         self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.streams.device)
+        pages = self._pinned.numpy()
+        self._pages = {kind: pages.view(kind) for kind in _DTYPES}
+        self._views = {kind: self._staging.view(dtype) for kind, dtype in _DTYPES.items()}
+        # The allocator may hand out what the compute stream has just given back; the in stream must not be early.
+        ordered = self.streams.event()
+        self.streams.record(ordered, "compute")
+        self.streams.wait("in", ordered)
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Copy arrays to the device in one piece on the in stream, behind which ``ready`` is recorded.
@@ -69,28 +80,29 @@ class Slot:
         Returns views of the staging, valid for work behind ``ready`` until the slot's ticket is collected.
         """
         assert self.busy, "memory of a slot that no step owns is written"
-        places: dict[str, tuple[int, int, np.ndarray]] = {}
-        end = 0
+        num_bytes = sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values())
+        if num_bytes > self.staging_bytes:
+            self._allocate(max(num_bytes, 2 * self.staging_bytes))
+        views: dict[str, Tensor] = {}
+        start = 0
         for name, array in arrays.items():
-            places[name] = (end, array.nbytes, array)
-            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        if end > self.staging_bytes:
-            self._allocate(max(end, 2 * self.staging_bytes))
-        for start, num_bytes, array in places.values():
-            self._pages[start : start + num_bytes] = array.reshape(-1).view(np.uint8)
-        self.streams.copy("in", self._staging[:end], self._pinned[:end])
+            kind, first = array.dtype, start // array.itemsize
+            self._pages[kind][first : first + array.size] = array.reshape(-1)
+            view = self._views[kind][first : first + array.size]
+            views[name] = view if array.ndim == 1 else view.view(array.shape)
+            start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        self.streams.copy("in", self._staging[:num_bytes], self._pinned[:num_bytes])
         self.streams.record(self.moments.ready, "in")
         self.moments.sent = True
-        return {
-            name: self._staging[start : start + num_bytes].view(_DTYPES[array.dtype]).view(array.shape)
-            for name, (start, num_bytes, array) in places.items()
-        }
+        return views
 
     def fetch(self, count: int, drawn: Drawn) -> None:
         """Start the first count tokens and all log-probabilities on their way home, behind ``computed``."""
         self.streams.wait("out", self.moments.computed)
         if count:
-            self.streams.copy("out", self._host_home_R[:count], self.home_R[:count])
+            if count != self._count:
+                self._count, self._homes = count, (self._host_home_R[:count], self.home_R[:count])
+            self.streams.copy("out", *self._homes)
         if drawn.logprobs is not None or drawn.prompts:
             self._fetch_logprobs(drawn)
         self.streams.record(self.moments.home, "out")
@@ -121,7 +133,7 @@ class Slot:
         return waited
 
     def tokens(self, count: int) -> list[int]:
-        found: list[int] = self._host_home_R[:count].tolist()
+        found: list[int] = self._homes[0].tolist() if count else []
         return found
 
 
@@ -129,7 +141,7 @@ def _tensors(rows: LogprobRows) -> tuple[Tensor, ...]:
     return rows.tokens_R, rows.chosen_R, rows.ranks_R, rows.top_ids_RK, rows.top_RK
 
 
-_DTYPES = {
+_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
