@@ -248,3 +248,22 @@ def test_created_from_the_embedded_model():
         assert "Paris" in tokenizer.decode(drive.run(runner)["a"])
     finally:
         runner.close()
+
+
+def test_weights_replaced_in_place_come_back_when_loading_fails(model, folder, monkeypatch):
+    """As on a GPU, where graphs know the parameters' addresses."""
+    from tandem.runner import startup
+
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def breaks_off(module, source):
+        next(iter(module.parameters())).data.zero_()
+        raise WeightsError("the file ends early")
+
+    with monkeypatch.context() as patch, pytest.raises(WeightsError):
+        patch.setattr(startup, "load", breaks_off)
+        startup.reload(model, locate(str(folder)))
+    startup.reload(model, locate(str(folder)))
+    for parameter, old, place in zip(model.parameters(), before, places, strict=True):
+        assert torch.equal(parameter, old) and parameter.data_ptr() == place

@@ -67,6 +67,7 @@ def start(spec: ModelSpec, source: ModelSource, resolved: Resolved, num_tokens: 
     if settings.cuda_graphs:
         runner.warm_up((GREEDY, PLAIN), CAPTURE_S)
         phase("graphs")
+        torch.cuda.empty_cache()  # what the first runs of the captured steps took, so that the pool alone is counted
     grown = torch.cuda.memory_reserved(device) - reserved
     runner.add_notes(
         f"attention: {backend.name}",
@@ -82,7 +83,8 @@ def _load(
 ) -> Decoder:
     try:
         model = build(
-            spec, dtype, device, linear=linear_scheme(settings.quantize, device), max_length=settings.max_model_len
+            spec, dtype, device, linear=linear_scheme(settings.quantize, device, settings.deterministic),
+            max_length=settings.max_model_len,
         )
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
