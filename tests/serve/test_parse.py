@@ -1,6 +1,7 @@
 """Reasoning and tool calls out of an answer's text: formats, oddities, and that cutting changes nothing."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -100,14 +101,15 @@ def test_reasoning(text: str, inside: bool, content: str, reasoning: str) -> Non
 
 PARTS = st.sampled_from([
     "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "[ARGS]", CALL, '{"name": "time"}',
-    '{"name": "nobody", "arguments": 1}', '{"name": "time", "parameters": "{\\"a\\": 1}"}', "weather", " ", "\n", "\n\n", ",", ";",
-    "a", "{", "}", '"', "\\", "<", "<t", "</", "text. ", "[CALL_ID]", "5 ",
+    '{"name": "nobody", "arguments": 1}', '{"name": "time", "parameters": "{\\"a\\": 1}"}', "weather", " ", "\n",
+    "\n\n", ",", ";", "a", "{", "}", '"', "\\", "<", "<t", "</", "text. ", "[CALL_ID]", "5 ",
 ])  # fmt: skip
 
 
 @given(
     parts=st.lists(PARTS, max_size=14), cuts=st.lists(st.integers(0, 400), max_size=30),
-    form=st.sampled_from([HERMES, LLAMA, MISTRAL, None]), thinks=st.sampled_from([None, False, True]), single=st.booleans(),
+    form=st.sampled_from([HERMES, LLAMA, MISTRAL, None]), thinks=st.sampled_from([None, False, True]),
+    single=st.booleans(),
 )  # fmt: skip
 @example([f" <tool_call> {CALL} </tool_call> x"], list(range(100)), HERMES, None, False)
 @example(["<think> a </think> ", '{"name": "time", "parameters": {}}', " ; x"], list(range(100)), LLAMA, False, False)
@@ -115,7 +117,7 @@ PARTS = st.sampled_from([
 def test_cutting_changes_nothing(parts, cuts, form, thinks, single) -> None:
     text = "".join(parts)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(edges)]
 
     def make() -> AnswerParser:
         calls = Calls(form, NAMES, single=single) if form is not None else None

@@ -21,6 +21,7 @@ ECHOED = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "top_p", "tool_choice",
     "tools", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "reasoning", "text",
 )  # fmt: skip
+ITEM_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
 
 
 class Items:
@@ -75,7 +76,7 @@ class Items:
             yield from self.close("completed")
             name = f"{'msg' if kind == 'message' else 'rs'}_{self._identity}_{len(self.output)}"
             item: dict[str, Any] = {"type": kind, "id": name, "content": []}
-            item |= dict(role="assistant") if kind == "message" else dict(summary=[])
+            item |= ITEM_FIELDS[kind]
             yield self._begin(item)
             part: dict[str, Any] = {"type": part_kind, "text": ""}
             if kind == "message":
