@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("tandem.cli.run", "ask a model, or chat with it"),
     "serve": ("tandem.cli.serve", "serve a model over HTTP with the OpenAI API"),
     "pull": ("tandem.cli.pull", "fetch a model into the cache"),
-    "bench": ("tandem.cli.bench", "measure: offline, host, decode, seed"),
+    "bench": ("tandem.cli.bench", "measure: offline, serve, host, decode, seed"),
     "trace": ("tandem.cli.trace", "record host and device over time: a picture, a trace file and figures"),
     "info": ("tandem.cli.info", "show version, machine and the settings in force for a model"),
 }
