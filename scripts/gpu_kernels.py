@@ -6,6 +6,9 @@ Buffers rotate over more than the L2 cache, tensors are random, outputs are pois
 writes everything to $OUT/kernels.json (or ./kernels.json). Variants are compiled first, by one process a core.
 """
 
+# ruff: noqa: B023, E501, E731
+# (Closures are called before their loop moves on; tables read best unbroken.)
+
 import argparse
 import json
 import os
@@ -40,7 +43,9 @@ def ints(values: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor
     return values.to(device=DEVICE, dtype=dtype)
 
 
-def timed(name: str, runs: list[Run], num_bytes: float = 0, flops: float = 0, calls: int = 24, **notes: object) -> float:
+def timed(
+    name: str, runs: list[Run], num_bytes: float = 0, flops: float = 0, calls: int = 24, **notes: object
+) -> float:
     """Median microseconds a call, of a graph of ``calls`` calls that cycle through ``runs``."""
     if COMPILING:
         if MINE():
@@ -168,11 +173,9 @@ def decode_cases(sweep: bool) -> None:
     for spans, length in shapes:
         sets = [Paged(spans, length) for _ in range(max(1, min(16, int(3e8 / (spans * length * 4096)))))]
         auto = decode.num_splits_for(spans * 8, length, 64, 132)
-        variants = [(auto, 2, 3, 64)]
+        variants = [(auto, 2, 3, 32 if spans >= 128 else 64)]
         if sweep:
-            variants += [(auto, w, s, t) for w, s, t in ((2, 4, 64), (4, 3, 64), (4, 4, 64), (2, 4, 32), (1, 4, 32))]
-            variants += [(max(auto // 2, 1), 2, 3, 64), (auto * 2, 2, 3, 64)]
-            variants += [(16, 2, 3, 32), (8, 1, 4, 32)] if length == 512 else []
+            variants += [(max(auto // 2, 1), 2, 3, 64), (auto * 2, 2, 3, 64), (auto, 2, 3, 64), (auto, 2, 3, 32)]
         for splits, warps, stages, tile in dict.fromkeys(variants):
             runs: list[Run] = [
                 lambda p=p: decode.decode_attention(
@@ -203,33 +206,60 @@ def prefill_cases(sweep: bool) -> None:
             p.queries = rand(16384, heads, 128)
             p.starts = ints(torch.tensor([0, 8192, 16384]))
             out = torch.empty_like(p.queries)
-            variants = [(128, 64, 8, 3, False)]
+            variants = [(128, 128, 8, 3, False)]
             if sweep:
-                variants += [(128, 64, 8, 2, False), (128, 64, 8, 4, False), (128, 128, 8, 2, False), (64, 64, 4, 3, False)]
-                variants += [(128, 128, 8, 3, False), (64, 64, 4, 4, False), (64, 128, 4, 2, False)]
+                variants += [(128, 128, 8, 4, False), (64, 64, 4, 3, False)]
             if block == 128:
                 variants = [(*v[:4], True) for v in variants] + variants[:2]
             for rows, tile, warps, stages, descriptors in variants:
-                run = lambda: prefill_attention(  # noqa: E731
+                run = lambda: prefill_attention(
                     p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, 8192, out, p.scale,
                     rows=rows, tile=tile, num_warps=warps, num_stages=stages, descriptors=descriptors,
                 )  # fmt: skip
                 name = f"prefill 2x8192 H{heads} P{block} rows {rows} tile {tile} warps {warps} stages {stages}"
                 timed(f"{name}{' tma' if descriptors else ''}", [run], flops=4.0 * 8192 * 8192 * heads * 128, calls=4)
-            run = lambda: prefill_attention(  # noqa: E731
+            run = lambda: prefill_attention(
                 p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, 8192, out, p.scale, invariant=True
             )
             timed(f"prefill 2x8192 H{heads} P{block} invariant", [run], flops=4.0 * 8192 * 8192 * heads * 128, calls=4)
     if not COMPILING:
-        q, k, v = rand(2, 32, 8192, 128), rand(2, 32, 8192, 128), rand(2, 32, 8192, 128)
-        run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-        timed("sdpa (library) 2x8192 H32 contiguous", [run], flops=4.0 * 8192 * 8192 * 32 * 128, calls=4)
+        library_prefill_cases()
+
+
+def library_prefill_cases() -> None:
+    """The library's attention on keys and values gathered from the cache, and what a new length costs the host."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for heads in (32, 16):
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            for length in (1024, 2048, 8192, 8000):
+                p = Paged(2, length, heads, 8, 128, 16)
+                queries = rand(2 * length, heads, 128)
+
+                def run(p: Paged = p, length: int = length, queries: torch.Tensor = queries) -> None:
+                    for span in range(2):
+                        k, v = (
+                            c[p.tables[span]].flatten(0, 1)[None, :length].transpose(1, 2) for c in (p.keys, p.values)
+                        )
+                        q = queries[None, span * length : span * length + length].transpose(1, 2)
+                        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+                begun = time.perf_counter()
+                try:
+                    with sdpa_kernel(backend):
+                        run()
+                        host = time.perf_counter() - begun
+                        flops = 4.0 * length * length * heads * 128
+                        name = f"prefill 2x{length} H{heads} library {backend.name} gathered"
+                        timed(name, [run], flops=flops, calls=4, first_call_ms=round(host * 1e3, 1))
+                except Exception as error:
+                    print(f"  FAILED {backend.name} {length}: {str(error)[:200]}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- linear
 SHAPES = {
     "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
-    "0.6B qkv": (4096, 1024), "0.6B o": (1024, 2048), "0.6B gate_up": (6144, 1024), "0.6B down": (1024, 3072),
+    "0.6B qkv": (4096, 1024), "0.6B o": (1024, 2048), "0.6B gate_up": (6144, 1024), "0.6B down": (1024, 3072), "8B head": (128256, 4096), "0.6B head": (151936, 1024),
 }  # fmt: skip
 
 
@@ -240,12 +270,12 @@ def check_linear() -> None:
         x, weight, bias = rand(tokens, size), rand(rows, size, scale=size**-0.5), rand(rows)
         want = x.double() @ weight.double().T + bias.double()
         for parts in (1, 4):
-            got = lin.skinny(
-                x, weight, bias, tokens=64, rows=64, step=64, num_parts=parts, prefetch_bytes=2048 if size % 8 == 0 else 0
-            )
-            check(f"skinny {tokens} {rows} {size} parts {parts}", got if parts == 1 else got.sum(0), want, 5e-3)
+            for copied in (False, True) if size % 8 == 0 else (False,):
+                got = lin.skinny(x, weight, bias, tokens=64, rows=64, step=64, num_parts=parts, descriptors=copied)
+                name = f"skinny {tokens} {rows} {size} parts {parts} descriptors {copied}"
+                check(name, got if parts == 1 else got.sum(0), want, 5e-3)
         half = rows // 2
-        got = lin.skinny(x, weight, bias, tokens=64, rows=32, step=64, activation="silu")
+        got = lin.skinny(x, weight, bias, tokens=64, rows=64, step=64, activation="silu")
         check(f"gated {tokens} {rows} {size}", got, F.silu(want[:, :half]) * want[:, half:], 1e-2)
         many = rand(517, size)
         many[:tokens] = x
@@ -257,39 +287,40 @@ def check_linear() -> None:
 
 
 def linear_cases(sweep: bool) -> None:
-    from tandem.kernels import linear as choice
     from tandem.kernels import linear_triton as lin
 
+    choice = sys.modules["tandem.kernels.linear"]
     for name, (rows, size) in SHAPES.items():
         gated = "gate_up" in name
         weights = [rand(rows, size, scale=size**-0.5) for _ in range(max(3, min(24, int(4e8 / (rows * size * 2)))))]
-        for tokens in (1, 8, 32, 64, 128):
+        for tokens in (1, 8, 32, 64, 128, 256):
             num_bytes = rows * size * 2.0
             x = rand(tokens, size)
             if not COMPILING:
                 timed(f"linear {name} T{tokens} library", [lambda w=w: F.linear(x, w) for w in weights], num_bytes)
             tile = choice.token_tile(tokens)
-            tile = tile if tokens <= 64 else 128
-            variants: list[dict] = []
+            base = max(1, min(round(264 / -(-rows // 64)), size // 256))
+            one = max(1, min(round(132 / -(-rows // 64)), size // 256))
+            variants = []  # rows, step, stages, parts, descriptors
             if gated:
-                for r, step, stages, warps in ((64, 64, 4, 4), (32, 128, 4, 4), (64, 128, 3, 4), (64, 64, 6, 4)):
-                    variants.append({"rows": r, "step": step, "num_stages": stages, "num_warps": warps})
+                variants = [
+                    (64, 128, 4, 1, False),
+                    (128, 64, 4, 1, False),
+                    (128, 128, 3, 1, False),
+                    (128, 64, 6, 1, False),
+                ]
+            elif tokens <= 64:
+                variants = [(64, 128, 6, one, False), (64, 128, 4, one, False), (64, 64, 8, one, False)]
             else:
-                base = max(1, min(round(264 / -(-rows // 64)), size // 256))
-                for r, step, stages, parts in ((64, 128, 4, base), (64, 128, 4, max(1, base // 2)), (64, 64, 6, base),
-                                               (128, 64, 4, base), (32, 128, 4, max(1, base // 2))):  # fmt: skip
-                    variants.append({"rows": r, "step": step, "num_stages": stages, "num_parts": parts})
-            if tokens >= 64:
-                variants = variants[:2]
-            for v in variants if sweep else variants[:1]:
-                for prefetch in (0, 2048) if sweep and v is variants[0] else (2048,):
-                    extra = {"activation": "silu"} if gated else {}
-                    runs: list[Run] = [
-                        lambda w=w: lin.skinny(x, w, None, tokens=tile, prefetch_bytes=prefetch, **v, **extra)
-                        for w in weights
-                    ]
-                    label = " ".join(f"{key.removeprefix('num_')} {value}" for key, value in v.items())
-                    timed(f"linear {name} T{tokens} {label} prefetch {prefetch}", runs, num_bytes)
+                variants = [(64, 128, 4, one, False), (64, 64, 6, one, False), (128, 64, 4, base, False)]
+            for r, step, stages, parts, copied in variants if sweep else variants[:1]:
+                extra = {"activation": "silu"} if gated else {"num_parts": parts, "descriptors": copied}
+                runs: list[Run] = [
+                    lambda w=w: lin.skinny(x, w, None, tokens=tile, rows=r, step=step, num_stages=stages, **extra)
+                    for w in weights
+                ]
+                label = f"rows {r} step {step} stages {stages} parts {parts}{' tma' if copied else ''}"
+                timed(f"linear {name} T{tokens} {label}", runs, num_bytes)
             if tokens in (1, 32):
                 parts = choice.invariant_parts(rows, size)
                 runs = [lambda w=w: lin.invariant_linear(x, w, None, parts) for w in weights]
@@ -301,13 +332,17 @@ MODELS = {"8B": (4096, 32, 8, 14336, 3), "0.6B": (1024, 16, 8, 3072, 12)}  # hid
 
 
 def layer_cases(sweep: bool) -> None:
+    """A decode layer of eight kernels, once with the library's products and once batch-invariant."""
     from tandem.kernels import attention_decode as decode
     from tandem.kernels import linear as lin
     from tandem.kernels.activation_triton import gated_triton
-    from tandem.kernels.linear_triton import skinny
+    from tandem.kernels.attention_prefill import invariant_decode_attention
     from tandem.kernels.norm_triton import add_rms_norm_triton
     from tandem.kernels.rotary_triton import norm_rope_store_triton
 
+    if COMPILING:
+        lin.runs_triton = lambda tensor: True  # type: ignore[attr-defined]
+        lin.F = argparse.Namespace(linear=lambda x, w, b=None: x.new_empty(x.shape[0], w.shape[0]))  # type: ignore
     for model, (hidden, heads, kv, inner, layers) in MODELS.items():
         width = (heads + 2 * kv) * 128
         made = [
@@ -315,10 +350,9 @@ def layer_cases(sweep: bool) -> None:
              rand(hidden, inner, scale=0.02)) for _ in range(layers)
         ]  # fmt: skip
         norm, head_norm = rand(hidden, dtype=torch.float32), rand(128, dtype=torch.float32)
-        table = rand(4096, 128, dtype=torch.float32)
-        for tokens in (1, 8, 32, 64):
-            length = 1280
-            caches = [Paged(tokens, length, heads, kv) for _ in range(layers)]
+        table = rand(8192, 128, dtype=torch.float32)
+        for tokens, length in ((1, 512), (8, 512), (32, 1280), (32, 4352), (64, 1280), (128, 1280), (256, 1280)):
+            caches = [Paged(tokens, length, heads, kv) for _ in range(layers if tokens <= 64 else 2)]
             scratch = decode.Scratch(DEVICE)
             splits = decode.num_splits_for(tokens * kv, length, 64, 132)
             positions = ints(torch.full((tokens,), length - 1), torch.int64)
@@ -328,37 +362,40 @@ def layer_cases(sweep: bool) -> None:
 
             def layer(number: int, kind: str) -> None:
                 qkv_w, o_w, up_w, down_w = made[number]
-                c = caches[number]
-                own = kind != "library"
-                tiles = [
-                    lin.tiles_for(tokens, *w.shape, 132) if own and w.shape[0] <= 32768 else None
-                    for w in (qkv_w, o_w, down_w)
-                ]
-                product = lambda x, w, t: F.linear(x, w) if t is None else skinny(x, w, None, **t)  # noqa: E731
+                c = caches[number % len(caches)]
+                product = {
+                    "library": F.linear, "own": lin.linear_parts, "invariant": lambda x, w: lin.linear(x, w, None, True)
+                }[kind]  # fmt: skip
                 x, total = add_rms_norm_triton(state[0], state[1], norm, 1e-6)
                 queries = norm_rope_store_triton(
-                    product(x, qkv_w, tiles[0]), positions, table, slots[number], c.keys, c.values, heads, head_norm,
+                    product(x, qkv_w), positions, table, slots[number % len(caches)], c.keys, c.values, heads, head_norm,
                     head_norm,
                 )  # fmt: skip
-                decode.decode_attention(
-                    queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
-                )
-                x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w, tiles[1]), total, norm, 1e-6)
-                if own and (shape := lin.gated_tiles_for(tokens, *up_w.shape)) is not None:
-                    x = skinny(x, up_w, None, activation="silu", **shape)
+                if kind == "invariant":
+                    invariant_decode_attention(
+                        queries, c.keys, c.values, c.tables, c.lengths, c.starts, length, c.out, scratch, c.scale
+                    )
                 else:
+                    decode.decode_attention(
+                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
+                    )
+                x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w), total, norm, 1e-6)
+                if kind == "library":
                     x = gated_triton(F.linear(x, up_w), False)
-                state[0], state[1] = product(x, down_w, tiles[2]), total
+                else:
+                    x = lin.gated_linear(x, up_w, None, "silu", kind == "invariant")
+                state[0], state[1] = product(x, down_w), total
 
-            real = launch.has_dependent_launch
-            for kind in ("library", "library without pdl", "own", "own without pdl"):
-                state = [residual, residual]
-                if "without" in kind:
-                    launch.has_dependent_launch = lambda device: False  # type: ignore[assignment]
-                kernel_kind = kind.removesuffix(" without pdl")
-                runs: list[Run] = [lambda n=n, k=kernel_kind: layer(n, k) for n in range(layers)]
-                timed(f"layer {model} T{tokens} L{length} {kind}", runs, num_bytes, calls=layers * 2)
-                launch.has_dependent_launch = real
+            chosen = dict(launch.DEPENDENT)
+            for kind in ("library", "own", "invariant"):
+                for mode in ("chosen", "none") if kind == "own" else ("chosen",):
+                    if COMPILING and kind == "library":
+                        continue
+                    state = [residual, residual]
+                    launch.DEPENDENT.update(chosen if mode == "chosen" else dict.fromkeys(chosen, 0))
+                    runs: list[Run] = [lambda n=n, k=kind: layer(n, k) for n in range(layers)]
+                    timed(f"layer {model} T{tokens} L{length} {kind} pdl {mode}", runs, num_bytes, calls=layers * 2)
+                    launch.DEPENDENT.update(chosen)
 
 
 # ------------------------------------------------------------------------------------------------- small, sample
@@ -370,10 +407,18 @@ def check_small() -> None:
 
     for tokens, size in [(1, 4096), (77, 1000), (300, 5376)]:
         x, residual, weight = rand(tokens, size), rand(tokens, size), rand(size, dtype=torch.float32)
-        check(f"rms_norm {tokens} {size}", rms_norm_triton(x, weight, 1e-6), norm.rms_norm_torch(x.double(), weight.double(), 1e-6), 4e-3)
+        check(
+            f"rms_norm {tokens} {size}",
+            rms_norm_triton(x, weight, 1e-6),
+            norm.rms_norm_torch(x.double(), weight.double(), 1e-6),
+            4e-3,
+        )
         parts = rand(3, tokens, size, dtype=torch.float32)
         for first in (x, parts):
-            got, want = add_rms_norm_triton(first, residual, weight, 1e-6), norm.add_rms_norm_torch(first, residual, weight, 1e-6)
+            got, want = (
+                add_rms_norm_triton(first, residual, weight, 1e-6),
+                norm.add_rms_norm_torch(first, residual, weight, 1e-6),
+            )
             check(f"add_rms_norm {first.dim()} {tokens} {size}", torch.cat(got), torch.cat(want), 4e-3)
         check("silu_mul", gated_triton(x, False), activation.silu_mul_torch(x.double()), 4e-3)
         check("gelu_tanh_mul", gated_triton(x, True), activation.gelu_tanh_mul_torch(x.double()), 4e-3)
@@ -385,7 +430,9 @@ def check_small() -> None:
         slots[tokens // 2] = -1
         table, qkv = rand(512, dim, dtype=torch.float32), rand(tokens, (heads + 2 * kv) * dim)
         got = norm_rope_store_triton(qkv, positions, table, slots, keys, values, heads, weight, weight)
-        want = rotary.norm_rope_store_torch(qkv, positions, table, slots, other_keys, other_values, heads, weight, weight)
+        want = rotary.norm_rope_store_torch(
+            qkv, positions, table, slots, other_keys, other_values, heads, weight, weight
+        )
         check(f"rope {heads} {kv} {dim}", got, want, 6e-3)
         check("rope keys", keys, other_keys, 6e-3)
         check("rope values", values, other_values, 1e-9)
@@ -399,14 +446,22 @@ def small_cases(sweep: bool) -> None:
     for tokens in (1, 32, 256, 8192):
         weight = rand(4096, dtype=torch.float32)
         x = [rand(tokens, 4096) for _ in range(8)]
-        timed(f"add_rms_norm T{tokens} E4096", [lambda a=a: add_rms_norm_triton(a, x[0], weight, 1e-6) for a in x], tokens * 32768.0)
+        timed(
+            f"add_rms_norm T{tokens} E4096",
+            [lambda a=a: add_rms_norm_triton(a, x[0], weight, 1e-6) for a in x],
+            tokens * 32768.0,
+        )
         gate = [rand(tokens, 28672) for _ in range(4)]
         timed(f"silu_mul T{tokens} F14336", [lambda a=a: gated_triton(a, False) for a in gate], tokens * 86016.0)
         qkv = [rand(tokens, 6144) for _ in range(8)]
         keys, values = rand(tokens, 16, 8, 128), rand(tokens, 16, 8, 128)
         table = rand(8192, 128, dtype=torch.float32)
         places = ints(torch.arange(tokens), torch.int64)
-        timed(f"norm_rope_store T{tokens} H32 K8", [lambda a=a: norm_rope_store_triton(a, places, table, places, keys, values, 32) for a in qkv], tokens * 24576.0)
+        timed(
+            f"norm_rope_store T{tokens} H32 K8",
+            [lambda a=a: norm_rope_store_triton(a, places, table, places, keys, values, 32) for a in qkv],
+            tokens * 24576.0,
+        )
 
 
 def check_sample() -> None:
@@ -442,9 +497,17 @@ def sample_cases(sweep: bool) -> None:
             at = ints(torch.arange(count), torch.int64)
             num_bytes = count * vocabulary * 2.0
             timed(f"greedy R{count} V{vocabulary}", [lambda a=a: greedy_triton(a) for a in logits], num_bytes)
-            for label, k, p, t in (("temperature", 0, 1.0, 0.8), ("top-p .95", 0, 0.95, 0.8), ("top-k 20 top-p .95", 20, 0.95, 0.8)):
+            for label, k, p, t in (
+                ("temperature", 0, 1.0, 0.8),
+                ("top-p .95", 0, 0.95, 0.8),
+                ("top-k 20 top-p .95", 20, 0.95, 0.8),
+            ):
                 rows = (ones * t, zeros + k, ones * p, ones * 0, at, at)
-                timed(f"sample R{count} V{vocabulary} {label}", [lambda a=a: sample_triton(a, *rows) for a in logits], num_bytes)
+                timed(
+                    f"sample R{count} V{vocabulary} {label}",
+                    [lambda a=a: sample_triton(a, *rows) for a in logits],
+                    num_bytes,
+                )
             if not COMPILING:
                 timed(f"argmax (library) R{count} V{vocabulary}", [lambda a=a: a.argmax(-1) for a in logits], num_bytes)
 
@@ -514,7 +577,9 @@ def main() -> None:
                 print(f"check {name}", flush=True)
                 CASES[name][0]()
         errors = [child.communicate()[1] for child in children]
-        print(f"checked and compiled in {time.perf_counter() - begun:.0f} s", *{e[-300:] for e in errors if e}, flush=True)
+        print(
+            f"checked and compiled in {time.perf_counter() - begun:.0f} s", *{e[-300:] for e in errors if e}, flush=True
+        )
         out = Path(os.environ.get("OUT", ".")) / "kernels.json"
         for name in names:
             print(f"time {name} at {time.perf_counter() - begun:.0f} s", flush=True)

@@ -10,6 +10,8 @@ from tandem.kernels.launch import num_multiprocessors
 class TritonAttention:
     """Spans of one token go to split decode, longer ones to paged prefill, both in place on the paged cache.
 
+    Whole long prompts go to the vendor's fused attention, which is faster there.
+
     Nothing here reads the device, so a pure decode step can be captured as a CUDA graph; what a graph bakes in is the
     number of spans, of splits (from spans, KV heads and the bound max_length) and the scratch memory.
 
@@ -31,7 +33,7 @@ class TritonAttention:
     def attend(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
     ) -> Tensor:
-        out_THD = torch.empty_like(queries_THD)
+        out_THD = torch.empty(queries_THD.shape, dtype=queries_THD.dtype, device=queries_THD.device)
         if batch.num_decodes:
             self._decode(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
         if batch.lengths_S.shape[0] > batch.num_decodes:
@@ -73,11 +75,32 @@ class TritonAttention:
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
         out_THD: Tensor,
     ) -> None:  # fmt: skip
+        from tandem.kernels.attention_library import whole_prompt_attention
         from tandem.kernels.attention_prefill import prefill_attention
 
         num = batch.num_decodes
+        if self._all_whole_prompts(batch, keys_NPKD, shape):
+            first = num
+            for table_B, (_, length) in zip(batch.tables_SB[num:], batch.host_spans[num:], strict=True):
+                whole_prompt_attention(
+                    queries_THD, keys_NPKD, values_NPKD, table_B, first, length, out_THD, shape.scale
+                )
+                first += length
+            return
         prefill_attention(
             queries_THD, keys_NPKD, values_NPKD, batch.tables_SB[num:], batch.lengths_S[num:],
             batch.query_starts_S1[num:], batch.max_query, out_THD, shape.scale, shape.window, shape.softcap,
             self.deterministic,
         )  # fmt: skip
+
+    def _all_whole_prompts(self, batch: Batch, keys_NPKD: Tensor, shape: AttentionShape) -> bool:
+        from tandem.kernels.attention_library import is_worth_it
+
+        spans = batch.host_spans[batch.num_decodes :]
+        if self.deterministic or shape.softcap or len(spans) != batch.lengths_S.shape[0] - batch.num_decodes:
+            return False
+        longest = batch.max_length if shape.window is None else shape.window
+        return all(
+            length <= longest and is_worth_it(start, length, keys_NPKD.dtype, keys_NPKD.shape[3])
+            for start, length in spans
+        )

@@ -34,3 +34,8 @@ def gelu_tanh_mul(gate_up_T2F: Tensor) -> Tensor:
 
         return gated_triton(gate_up_T2F, gelu=True)
     return gelu_tanh_mul_torch(gate_up_T2F)
+
+
+def gated(gate_up_T2F: Tensor, activation: str) -> Tensor:
+    """activation(gate) · up, [T, 2F] → [T, F]; activation "silu" or "gelu" (tanh approximation)."""
+    return silu_mul(gate_up_T2F) if activation == "silu" else gelu_tanh_mul(gate_up_T2F)

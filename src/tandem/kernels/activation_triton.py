@@ -1,5 +1,8 @@
 """Gated activations in Triton. It knows one matrix [gate | up]."""
 
+# mypy: ignore-errors
+# (Triton's decorator and builtins carry no types.)
+
 import torch
 import triton
 import triton.language as tl
@@ -20,18 +23,19 @@ def activate(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(
-    x_ptr, out_ptr, x_stride, F, num_columns, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _gated_kernel(x_ptr, out_ptr, x_stride, F, num_columns, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     program = tl.program_id(0)
     row = (program // num_columns).to(tl.int64)
     columns = (program % num_columns) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < F
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
         gdc_wait()
     gate = tl.load(x_ptr + row * x_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + F + columns, mask, other=0.0).to(tl.float32)
+    if PDL == 2:
+        gdc_launch_dependents()
     tl.store(out_ptr + row * F + columns, (activate(gate, GELU) * up).to(out_ptr.dtype.element_ty), mask)
 
 
@@ -44,6 +48,6 @@ def gated_triton(gate_up_T2F: Tensor, gelu: bool) -> Tensor:
         block = min(next_power_of_2(size), 1024 if num_tokens <= 64 else 2048)
         num_columns = triton.cdiv(size, block)
         _gated_kernel[(num_tokens * num_columns,)](
-            x, out, x.stride(0), size, num_columns, GELU=gelu, BLOCK=block, **options(x, num_warps=4)
+            x, out, x.stride(0), size, num_columns, GELU=gelu, BLOCK=block, **options(x, "activation", num_warps=4)
         )
     return out.view(*gate_up_T2F.shape[:-1], size)

@@ -9,6 +9,9 @@ a launch can be captured and replayed.
     last to finish: merges all splits (flash-decoding, Dao et al. 2023), so no second kernel is needed
 """
 
+# mypy: ignore-errors
+# (Triton's decorator and builtins carry no types.)
+
 import torch
 import triton
 import triton.language as tl
@@ -54,17 +57,48 @@ def take_tile(acc, top, total, score, value, UPCAST: tl.constexpr):
     return acc, new_top, total
 
 
+@triton.jit
+def _merge_splits(
+    partial_ptr, marks_ptr, out_ptr, num_splits,
+    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one (span, KV head), MERGED at a time, so that their loads are in flight together."""
+    heads, inner, near = tl.arange(0, HEADS), tl.arange(0, WIDTH), tl.arange(0, MERGED)
+    mask = (heads < G)[:, None] & (inner < D)[None, :]
+    acc = tl.zeros([HEADS, WIDTH], tl.float32)
+    top = tl.full([HEADS], NOTHING, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    for first in range(0, num_splits, MERGED):
+        splits = first + near
+        mark_mask = (splits < num_splits)[:, None] & (heads < G)[None, :]
+        mark_ptrs = marks_ptr + splits[:, None] * (2 * G) + heads[None, :]
+        tops = tl.load(mark_ptrs, mark_mask, other=NOTHING, cache_modifier=".cg")
+        totals = tl.load(mark_ptrs + G, mark_mask, other=0.0, cache_modifier=".cg")
+        parts = tl.load(
+            partial_ptr + splits[:, None, None] * (G * D) + (heads[:, None] * D + inner[None, :])[None, :, :],
+            (splits < num_splits)[:, None, None] & mask[None, :, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        shrink, weights = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+        total = total * shrink + tl.sum(totals * weights, axis=0)
+        top = new_top
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out_ptr + heads[:, None] * D + inner[None, :], result.to(out_ptr.dtype.element_ty), mask)
+
+
 @triton.jit(do_not_specialize=["num_splits", "window", "table_stride"])
 def _decode_kernel(
     queries_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, marks_ptr, tickets_ptr,
     scale, softcap, window, num_splits, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-    TILE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr, HAS_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
         gdc_wait()
     length = tl.load(lengths_ptr + span)
     rows, inner, lanes = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
@@ -102,43 +136,26 @@ def _decode_kernel(
             seen = seen & (columns >= length - window)
         score = tl.where(seen[None, :], score, NOTHING)
         acc, top, total = take_tile(acc, top, total, score, value, UPCAST)
-    finished = True
+    if PDL == 2:
+        gdc_launch_dependents()
+    out_ptr += span.to(tl.int64) * (K * G * D) + head * (G * D)
     if HAS_SPLITS:
         # Partial results go through L2; whoever draws the last ticket of this (span, head) merges them all, in order.
         group = span * K + head
-        place = (group * num_splits + split).to(tl.int64)
-        tl.store(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
-        tl.store(marks_ptr + place * (2 * G) + rows, top, rows < G)
-        tl.store(marks_ptr + place * (2 * G) + G + rows, total, rows < G)
+        partial_ptr += group.to(tl.int64) * num_splits * (G * D)
+        marks_ptr += group.to(tl.int64) * num_splits * (2 * G)
+        tl.store(partial_ptr + split * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
+        tl.store(marks_ptr + split * (2 * G) + rows, top, rows < G)
+        tl.store(marks_ptr + split * (2 * G) + G + rows, total, rows < G)
         tl.debug_barrier()
         drawn = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
-        finished = drawn == num_splits - 1
-        if finished:
+        if drawn == num_splits - 1:
             tl.store(tickets_ptr + group, 0)
-            acc = tl.zeros([ROWS, WIDTH], tl.float32)
-            top = tl.full([ROWS], NOTHING, tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            for other in range(num_splits):
-                place = (group * num_splits + other).to(tl.int64)
-                other_top = tl.load(marks_ptr + place * (2 * G) + rows, rows < G, other=NOTHING, cache_modifier=".cg")
-                other_total = tl.load(
-                    marks_ptr + place * (2 * G) + G + rows, rows < G, other=0.0, cache_modifier=".cg"
-                )
-                other_acc = tl.load(
-                    partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], row_mask, other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                new_top = tl.maximum(top, other_top)
-                shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
-                acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
-                total = total * shrink + other_total * other_shrink
-                top = new_top
-    if finished:
+            _merge_splits(partial_ptr, marks_ptr, out_ptr, num_splits, G, HEADS, D, WIDTH, MERGED)
+    else:
         # A padding row (length 0) has total 0 and gets zeros.
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(
-            out_ptr + span.to(tl.int64) * (K * G * D) + row_offsets, result.to(out_ptr.dtype.element_ty), row_mask
-        )
+        tl.store(out_ptr + rows[:, None] * D + inner[None, :], result.to(out_ptr.dtype.element_ty), row_mask)
 
 
 class Scratch:
@@ -167,13 +184,13 @@ class Scratch:
 
 def tile_size(head_dim: int, item_bytes: int) -> int:
     """Tokens a tile: about 16 KiB of keys, so that three stages of keys and values fit twice into shared memory."""
-    return min(max(16384 // (next_power_of_2(head_dim) * item_bytes), 16), 128)
+    return min(max(16384 // (next_power_of_2(head_dim) * item_bytes), 32), 128)
 
 
 def num_splits_for(num_groups: int, max_length: int, tile: int, num_multiprocessors: int) -> int:
     """How many programs share one (span, KV head): enough for about four a multiprocessor, each two tiles or more."""
     wanted = next_power_of_2(max(4 * num_multiprocessors // max(num_groups, 1), 1) + 1) // 2
-    return max(1, min(wanted, next_power_of_2(triton.cdiv(max_length, 2 * tile)), 64))
+    return max(1, min(wanted, next_power_of_2(triton.cdiv(max_length, tile)), 64))
 
 
 def decode_attention(
@@ -184,14 +201,16 @@ def decode_attention(
     """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S]."""
     num_spans, (block_size, num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[1:]
     group = queries_THD.shape[1] // num_kv_heads
-    tile = tile or tile_size(head_dim, keys_NPKD.element_size())
+    heads, width = next_power_of_2(group), next_power_of_2(head_dim)
+    tile = tile or tile_size(head_dim, keys_NPKD.element_size()) // (2 if num_spans * num_kv_heads >= 1024 else 1)
     if num_splits > 1:
         scratch.reserve(num_spans * num_kv_heads, num_splits, group, head_dim)
     _decode_kernel[(num_spans, num_kv_heads, num_splits)](
         queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, scratch.partial, scratch.marks,
         scratch.tickets, scale * LOG2_E, softcap or 1.0, window or 0, num_splits, queries_THD.stride(0),
         keys_NPKD.stride(0), keys_NPKD.stride(1), tables_SB.stride(0),
-        K=num_kv_heads, G=group, ROWS=max(16, next_power_of_2(group)), D=head_dim, WIDTH=next_power_of_2(head_dim),
-        P=block_size, TILE=tile, HAS_SPLITS=num_splits > 1, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), **options(queries_THD, num_warps, num_stages),
+        K=num_kv_heads, G=group, ROWS=max(16, heads), D=head_dim, WIDTH=width, P=block_size, TILE=tile, HEADS=heads,
+        MERGED=max(1, min(16, 2048 * num_warps // (heads * width))), HAS_SPLITS=num_splits > 1,
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(),
+        **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip

@@ -13,6 +13,9 @@ from nothing and the chunks are merged in order; a decode step computes chunks s
 way. A token's result is then the same number whether it was computed alone, among others, or in a prompt.
 """
 
+# mypy: ignore-errors
+# (Triton's decorator and builtins carry no types.)
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -86,8 +89,9 @@ def _prefill_kernel(
 ):  # fmt: skip
     # CHUNK 0: one pass. CHUNK > 0, batch-invariant: ALONE computes one chunk a program (decode), else all in turn.
     span, head = tl.program_id(2), tl.program_id(1)
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
         gdc_wait()
     span_start = tl.load(starts_ptr + span)
     num_queries = tl.load(starts_ptr + span + 1) - span_start
@@ -143,8 +147,8 @@ def _prefill_kernel(
             if not HAS_WINDOW:
                 full = tl.maximum(tl.minimum(first_position + 1, end) // TILE * TILE, start)
                 acc, top, total = _tiles(
-                    acc, top, total, query, positions, keys, values, table_ptr, head, start, full, length, window, scale,
-                    softcap, block_stride, position_stride, D, WIDTH, P, TILE, False, False, HAS_SOFTCAP, UPCAST,
+                    acc, top, total, query, positions, keys, values, table_ptr, head, start, full, length, window,
+                    scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, False, False, HAS_SOFTCAP, UPCAST,
                     DESCRIPTORS, SPECIALISE,
                 )  # fmt: skip
             acc, top, total = _tiles(
@@ -152,6 +156,8 @@ def _prefill_kernel(
                 softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
                 DESCRIPTORS, False,
             )  # fmt: skip
+        if PDL == 2:
+            gdc_launch_dependents()
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         targets = out_ptr + places[:, None] * (K * G * D) + heads[:, None] * D + inner[None, :]
         tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
@@ -164,8 +170,9 @@ def _merge_kernel(
     HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span, head = tl.program_id(0), tl.program_id(1)
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
         gdc_wait()
     length = tl.load(lengths_ptr + span)
     rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -223,7 +230,7 @@ def prefill_attention(
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=next_power_of_2(head_dim),
         P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK if invariant else 0, ALONE=False, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=descriptors, SPECIALISE=specialise,
-        **options(queries_THD, num_warps, num_stages),
+        **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip
 
 
@@ -234,7 +241,11 @@ def invariant_decode_attention(
 ) -> None:  # fmt: skip
     """Decode whose result for a token equals prefill_attention(invariant=True), whatever else is in the batch."""
     num_kv_heads, head_dim = keys_NPKD.shape[2:]
-    num_spans, group, num_chunks = lengths_S.shape[0], queries_THD.shape[1] // num_kv_heads, max(1, -(-max_length // CHUNK))
+    num_spans, group, num_chunks = (
+        lengths_S.shape[0],
+        queries_THD.shape[1] // num_kv_heads,
+        max(1, -(-max_length // CHUNK)),
+    )
     rows, tile, num_warps, num_stages = _shape_for(keys_NPKD, group, True)
     scratch.reserve(num_spans * num_kv_heads, num_chunks, group, head_dim)
     width = next_power_of_2(head_dim)
@@ -244,12 +255,12 @@ def invariant_decode_attention(
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=width,
         P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK, ALONE=True, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=False, SPECIALISE=False,
-        **options(queries_THD, num_warps, num_stages),
+        **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip
     _merge_kernel[(num_spans, num_kv_heads)](
         scratch.partial, scratch.marks, lengths_S, out_THD, window or 0, num_chunks, K=num_kv_heads, G=group,
         ROWS=rows, D=head_dim, WIDTH=width, TILE=tile, CHUNK=CHUNK, HAS_WINDOW=window is not None,
-        **options(queries_THD, num_warps),
+        **options(queries_THD, "attention", num_warps),
     )  # fmt: skip
 
 
@@ -264,4 +275,4 @@ def _shape_for(keys_NPKD: Tensor, group: int, invariant: bool) -> tuple[int, int
         return 64, 64 if width <= 128 else 32, 4, 2 if width <= 128 else 1
     if width > 128:
         return 128, 32, 8, 2
-    return 128, 64, 8, 3
+    return 128, 128, 8, 3

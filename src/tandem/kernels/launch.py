@@ -43,15 +43,21 @@ def has_dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def options(tensor: Tensor, num_warps: int, num_stages: int = 2) -> dict[str, Any]:
+# How each family of kernels uses programmatic dependent launch: 0 not at all; 1 its successor may start as soon as all
+# its own programs have started; 2 only once their main loops are done. Measured: 2 is best, since programs that start
+# early take shared memory from those at work and end up unevenly spread (docs/log.md).
+DEPENDENT = {"norm": 2, "activation": 2, "rope": 2, "attention": 2, "linear": 2, "sample": 2}
+
+
+def options(tensor: Tensor, family: str, num_warps: int, num_stages: int = 2) -> dict[str, Any]:
     """Launch options common to all kernels. Every kernel takes PDL and waits for its predecessor if it is set.
 
     The order of writes stays that of the stream: with PDL a kernel may start early, but it waits for the whole of
     its predecessor (``gdc_wait``) before it reads or writes anything but weights.
     """
-    dependent = has_dependent_launch(tensor.device)
-    chosen: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "PDL": dependent}
-    if dependent:
+    mode = DEPENDENT[family] if has_dependent_launch(tensor.device) else 0
+    chosen: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "PDL": mode}
+    if mode:
         chosen["launch_pdl"] = True
     return chosen
 

@@ -5,12 +5,15 @@ Partial sums: where the inner dimension is split, linear_parts returns float32 [
 order, to the kernel that reads it (add_rms_norm, norm_rope_store), which saves a pass and is deterministic.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.activation import gelu_tanh_mul, silu_mul
+from tandem.kernels.activation import gated
 from tandem.kernels.launch import num_multiprocessors, runs_triton
+from tandem.kernels.norm import sum_parts
 
 MOST_TOKENS = 64  # above, the library's tiles are full
 
@@ -26,7 +29,7 @@ def linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None, invari
         from tandem.kernels.linear_triton import invariant_linear
 
         return invariant_linear(x_TI, weight_NI, bias_N, invariant_parts(weight_NI.shape[0], weight_NI.shape[1]))
-    tiles = tiles_for(x_TI.shape[0], *weight_NI.shape, num_multiprocessors(x_TI.device))
+    tiles = _tiles(x_TI, weight_NI)
     if tiles is None or tiles["num_parts"] > 1:
         return F.linear(x_TI, weight_NI, bias_N)
     from tandem.kernels.linear_triton import skinny
@@ -38,7 +41,7 @@ def linear_parts(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) 
     """x · Wᵀ + b as [T, N], or as float32 partial sums [parts, T, N] for a consumer that adds them in order."""
     if not _is_ours(x_TI, weight_NI):
         return F.linear(x_TI, weight_NI, bias_N)
-    tiles = tiles_for(x_TI.shape[0], *weight_NI.shape, num_multiprocessors(x_TI.device))
+    tiles = _tiles(x_TI, weight_NI)
     if tiles is None:
         return F.linear(x_TI, weight_NI, bias_N)
     from tandem.kernels.linear_triton import skinny
@@ -46,18 +49,26 @@ def linear_parts(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) 
     return skinny(x_TI, weight_NI, bias_N, **tiles)
 
 
+def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partial sums [parts, T, N] added in order and rounded once, [T, N]."""
+    if runs_triton(parts):
+        from tandem.kernels.linear_triton import sum_parts_triton
+
+        return sum_parts_triton(parts, None, dtype)
+    return sum_parts(parts).to(dtype)
+
+
 def gated_linear(
     x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None, activation: str = "silu", invariant: bool = False
 ) -> Tensor:
     """activation(x · gateᵀ) · (x · upᵀ), [T, I] × [gate | up] → [T, F]; "silu" or "gelu" (tanh approximation)."""
     if _is_ours(x_TI, weight_2FI) and not invariant:
-        tiles = gated_tiles_for(x_TI.shape[0], *weight_2FI.shape)
+        tiles = gated_tiles_for(x_TI.shape[0], weight_2FI.shape[0], weight_2FI.shape[1])
         if tiles is not None:
             from tandem.kernels.linear_triton import skinny
 
             return skinny(x_TI, weight_2FI, bias_2F, activation=activation, **tiles)
-    both_T2F = linear(x_TI, weight_2FI, bias_2F, invariant)
-    return silu_mul(both_T2F) if activation == "silu" else gelu_tanh_mul(both_T2F)
+    return gated(linear(x_TI, weight_2FI, bias_2F, invariant), activation)
 
 
 def _is_ours(x_TI: Tensor, weight_NI: Tensor) -> bool:
@@ -67,31 +78,35 @@ def _is_ours(x_TI: Tensor, weight_NI: Tensor) -> bool:
     )  # fmt: skip
 
 
+def _tiles(x_TI: Tensor, weight_NI: Tensor) -> dict[str, Any] | None:
+    num_rows, size = weight_NI.shape
+    return tiles_for(x_TI.shape[0], num_rows, size, num_multiprocessors(x_TI.device))
+
+
 def token_tile(num_tokens: int) -> int:
-    return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64 if num_tokens <= 64 else 128
 
 
-def tiles_for(num_tokens: int, num_rows: int, size: int, num_multiprocessors: int) -> dict[str, int] | None:
-    """Tiles of our kernel, or None where the library was measured to be at least as fast."""
-    if num_tokens > MOST_TOKENS or num_rows > 32768:
+def tiles_for(num_tokens: int, num_rows: int, size: int, num_processors: int) -> dict[str, Any] | None:
+    """Tiles of our kernel, or None where the library was measured to be at least as fast.
+
+    Parts make about one program a multiprocessor: that many run at the same pace to the end.
+    """
+    if num_rows > (8192 if num_tokens <= 32 else 4096) or num_tokens > 128:
         return None
-    rows = 64 if num_rows >= 2048 else 32
-    num_tiles = -(-num_rows // rows)
-    num_parts = max(1, min(round(2 * num_multiprocessors / num_tiles), size // 512, 8))
+    num_parts = max(1, min(round(num_processors / -(-num_rows // 64)), size // 256))
     return {
-        "tokens": token_tile(num_tokens), "rows": rows, "step": 128, "num_parts": num_parts, "num_stages": 4,
-        "num_warps": 4, "prefetch_bytes": 2048,
+        "tokens": token_tile(num_tokens), "rows": 64, "step": 128, "num_parts": num_parts,
+        "num_stages": 6 if num_tokens <= 64 else 4,
     }  # fmt: skip
 
 
-def gated_tiles_for(num_tokens: int, num_rows: int, size: int) -> dict[str, int] | None:
+def gated_tiles_for(num_tokens: int, num_rows: int, size: int) -> dict[str, Any] | None:
     """Tiles of the product with the activation folded in; num_rows counts gate and up."""
     if num_tokens > MOST_TOKENS:
         return None
-    return {
-        "tokens": token_tile(num_tokens), "rows": 64 if num_rows >= 16384 else 32, "step": 64 if num_rows >= 16384 else 128,
-        "num_stages": 4, "num_warps": 4, "prefetch_bytes": 1024,
-    }  # fmt: skip
+    rows, step, stages = (64, 128, 4) if num_rows < 12288 else (128, 128, 3) if num_tokens <= 16 else (128, 64, 4)
+    return {"tokens": token_tile(num_tokens), "rows": rows, "step": step, "num_stages": stages}
 
 
 def invariant_parts(num_rows: int, size: int) -> int:

@@ -1,5 +1,8 @@
 """Root-mean-square normalisation in Triton, one program a row. It knows rows; what they mean it does not."""
 
+# mypy: ignore-errors
+# (Triton's decorator and builtins carry no types.)
+
 import torch
 import triton
 import triton.language as tl
@@ -11,22 +14,24 @@ from tandem.kernels.launch import next_power_of_2, options
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, x_stride, residual_stride, part_stride, num_parts, E,
-    HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, x_stride, residual_stride, part_stride, E,
+    HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < E
     weight = tl.load(weight_ptr + columns, mask, other=0.0).to(tl.float32)
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
         gdc_wait()
     x = tl.load(x_ptr + row * x_stride + columns, mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask, other=0.0).to(tl.float32)
-    if PARTS:
-        for part in range(1, num_parts):
-            x += tl.load(x_ptr + part * part_stride + row * x_stride + columns, mask, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        x += tl.load(x_ptr + part * part_stride + row * x_stride + columns, mask, other=0.0)
+    if PDL == 2:
+        gdc_launch_dependents()
     if HAS_RESIDUAL:
         total = (x + residual).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * E + columns, total, mask)
@@ -49,9 +54,8 @@ def _launch(
         _norm_kernel[(num_tokens,)](
             x, x if residual_TE is None else residual_TE, weight_E, out, total, eps, x.stride(-2),
             0 if residual_TE is None else residual_TE.stride(0), x.stride(0) if x.dim() == 3 else 0,
-            x.shape[0] if x.dim() == 3 else 1, size,
-            HAS_RESIDUAL=residual_TE is not None, PARTS=x.dim() == 3, BLOCK=block,
-            **options(x, num_warps=min(max(block // 512, 1), 16)),
+            size, HAS_RESIDUAL=residual_TE is not None, NUM_PARTS=x.shape[0] if x.dim() == 3 else 1, BLOCK=block,
+            **options(x, "norm", num_warps=min(max(block // 512, 1), 16)),
         )  # fmt: skip
     return out, total
 

@@ -1,5 +1,8 @@
 """Query/key norm, rotary embedding and cache write as one Triton kernel. It knows tokens, heads and cache slots."""
 
+# mypy: ignore-errors
+# (Triton's decorator and builtins carry no types.)
+
 import torch
 import triton
 import triton.language as tl
@@ -12,9 +15,9 @@ from tandem.kernels.launch import next_power_of_2, options
 @triton.jit
 def _rope_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, keys_ptr, values_ptr, queries_ptr, query_norm_ptr, key_norm_ptr,
-    eps, qkv_stride, part_stride, num_parts,
+    eps, qkv_stride, part_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A program takes HEADS of the H + 2K heads of one token, each as its two halves, so that rotation is elementwise.
     half: tl.constexpr = D // 2
@@ -29,19 +32,18 @@ def _rope_kernel(
         q_second = tl.load(query_norm_ptr + half + inner, within, other=0.0).to(tl.float32)
         k_first = tl.load(key_norm_ptr + inner, within, other=0.0).to(tl.float32)
         k_second = tl.load(key_norm_ptr + half + inner, within, other=0.0).to(tl.float32)
-    if PDL:
-        # Waits first, so that the attention behind may take block tables and lengths for settled when it starts.
-        gdc_wait()
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
+        gdc_wait()
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     offsets = token * qkv_stride + heads[:, None] * D + inner[None, :]
     first = tl.load(qkv_ptr + offsets, mask, other=0.0).to(tl.float32)
     second = tl.load(qkv_ptr + offsets + half, mask, other=0.0).to(tl.float32)
-    if PARTS:
-        for part in range(1, num_parts):
-            first += tl.load(qkv_ptr + part * part_stride + offsets, mask, other=0.0)
-            second += tl.load(qkv_ptr + part * part_stride + offsets + half, mask, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        first += tl.load(qkv_ptr + part * part_stride + offsets, mask, other=0.0)
+        second += tl.load(qkv_ptr + part * part_stride + offsets + half, mask, other=0.0)
     cos = tl.load(cos_sin_ptr + position * D + inner, within, other=0.0)[None, :]
     sin = tl.load(cos_sin_ptr + position * D + half + inner, within, other=0.0)[None, :]
     rounding: tl.constexpr = queries_ptr.dtype.element_ty
@@ -53,6 +55,8 @@ def _rope_kernel(
         first = first * inverse * tl.where(is_query[:, None], q_first[None, :], k_first[None, :])
         second = second * inverse * tl.where(is_query[:, None], q_second[None, :], k_second[None, :])
         first, second = first.to(rounding).to(tl.float32), second.to(rounding).to(tl.float32)
+    if PDL == 2:
+        gdc_launch_dependents()
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
     q_offsets = token * (H * D) + heads[:, None] * D + inner[None, :]
@@ -88,8 +92,9 @@ def norm_rope_store_triton(
         _rope_kernel[grid](
             qkv, positions_T, cos_sin_LD, slots_T, keys_NPKD, values_NPKD, queries,
             query_norm_D if has_norm else cos_sin_LD, key_norm_D if has_norm else cos_sin_LD, eps,
-            qkv.stride(-2), qkv.stride(0) if qkv.dim() == 3 else 0, qkv.shape[0] if qkv.dim() == 3 else 1,
+            qkv.stride(-2), qkv.stride(0) if qkv.dim() == 3 else 0,
             H=num_heads, K=num_kv_heads, D=head_dim, HALF=next_power_of_2(head_dim // 2), HEADS=heads,
-            HAS_NORM=has_norm, PARTS=qkv.dim() == 3, **options(qkv, num_warps=2 if heads == 4 else 4),
+            HAS_NORM=has_norm, NUM_PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
+            **options(qkv, "rope", num_warps=2 if heads == 4 else 4),
         )  # fmt: skip
     return queries

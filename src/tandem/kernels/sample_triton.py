@@ -4,23 +4,38 @@ It knows what sample.py defines. The second kernel holds a row in cache and look
 candidate falls outside of the kept set: with top-p 0.95, one look in 95 of 100 draws.
 """
 
+# mypy: ignore-errors
+# (Triton's decorator and builtins carry no types.)
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.launch import num_multiprocessors, options
+from tandem.kernels.launch import interpreted, num_multiprocessors, options
 from tandem.kernels.sample import LANES, ROUNDS
 
 NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _noise(word):
-    """Gumbel noise of a random word."""
-    uniform = ((word >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-    return -tl.log(-tl.log(uniform))
+def _log(x, FAST: tl.constexpr):
+    """Natural logarithm; FAST: the hardware's, good to 2**-22 absolutely."""
+    if FAST:
+        log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return log2 * 0.6931471805599453
+    return tl.log(x)
+
+
+@triton.jit
+def _noise(word, FAST: tl.constexpr):
+    """Gumbel noise of a random word. Draws are won near uniform = 1, where the logarithm is taken as a series."""
+    number = (word >> 8).to(tl.float32)
+    below = (16777215.5 - number) * 5.9604644775390625e-08  # 1 - uniform, exactly
+    series = below * (1.0 + below * (0.5 + below * (0.33333334 + below * 0.25)))
+    exponential = tl.where(below < 0.03125, series, -_log((number + 0.5) * 5.9604644775390625e-08, FAST))
+    return -_log(exponential, FAST)
 
 
 @triton.jit
@@ -31,11 +46,16 @@ def _better(score, index, other_score, other_index):
 
 
 @triton.jit
-def _draw(row_ptr, low, high, V, inverse, seed, position, floor, at_least, LANES: tl.constexpr, ROUNDS: tl.constexpr):
-    """The best (score, id) among ids low .. high whose scaled logit is above floor and not below at_least."""
+def _draw(
+    row_ptr, low, high, V, inverse, anchor, seed, position, floor, at_least,
+    LANES: tl.constexpr, ROUNDS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The best (score, id) among ids low .. high whose scaled logit is above floor and not below at_least, and the mass
+    (relative to exp(anchor)) of all ids low .. high."""
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], NOTHING, tl.float32)
     best_id = tl.full([LANES], 0x7FFFFFFF, tl.int32)
+    mass = tl.zeros([LANES], tl.float32)
     for base in range(low, high, 4 * LANES):
         counter = (base // 4 + lanes).to(tl.uint32)
         zero = tl.zeros([LANES], tl.uint32)
@@ -43,10 +63,12 @@ def _draw(row_ptr, low, high, V, inverse, seed, position, floor, at_least, LANES
         for number in tl.static_range(4):
             ids = base + number * LANES + lanes
             scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+            mass += tl.exp(scaled - anchor)
             kept = (scaled > floor) & (scaled >= at_least)
-            score = tl.where(kept, scaled + _noise(words[number]), NOTHING)
+            score = tl.where(kept, scaled + _noise(words[number], FAST), NOTHING)
             best, best_id = _better(best, best_id, score, ids)
-    return _reduce(best, best_id)
+    score, drawn = _reduce(best, best_id)
+    return score, drawn, tl.sum(mass, axis=0)
 
 
 @triton.jit
@@ -58,12 +80,13 @@ def _reduce(best, best_id):
 @triton.jit
 def _stretch_kernel(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr, V, row_stride, stretch,
-    GREEDY: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
+    GREEDY: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # floats: [R, stretches, 3] highest logit, its mass in this stretch, best noisy score; ids: [R, stretches, 2].
     part, row = tl.program_id(0), tl.program_id(1)
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
         gdc_wait()
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     low, high = part * stretch, tl.minimum(part * stretch + stretch, V)
@@ -76,6 +99,8 @@ def _stretch_kernel(
             logit = tl.load(row_ptr + ids, ids < high, other=NOTHING).to(tl.float32)
             best, best_id = _better(best, best_id, logit, ids)
     top, top_id = _reduce(best, best_id)
+    if PDL == 2:
+        gdc_launch_dependents()
     place = row * tl.num_programs(0) + part
     tl.store(floats_ptr + place * 3, top)
     tl.store(ids_ptr + place * 2, top_id)
@@ -84,14 +109,11 @@ def _stretch_kernel(
         if temperature > 0.0:
             inverse = 1.0 / temperature
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-            mass = tl.zeros([LANES], tl.float32)
             anchor = tl.maximum(top * inverse, -3.0e38)
-            for base in range(low, high, LANES):
-                ids = base + lanes
-                scaled = tl.load(row_ptr + ids, ids < high, other=NOTHING).to(tl.float32) * inverse
-                mass += tl.exp(scaled - anchor)
-            score, drawn = _draw(row_ptr, low, high, V, inverse, seed, position, NOTHING, NOTHING, LANES, ROUNDS)
-            tl.store(floats_ptr + place * 3 + 1, tl.sum(mass, axis=0))
+            score, drawn, mass = _draw(
+                row_ptr, low, high, V, inverse, anchor, seed, position, NOTHING, NOTHING, LANES, ROUNDS, FAST
+            )
+            tl.store(floats_ptr + place * 3 + 1, mass)
             tl.store(floats_ptr + place * 3 + 2, score)
             tl.store(ids_ptr + place * 2 + 1, drawn)
 
@@ -111,25 +133,57 @@ def _above(row_ptr, V, inverse, anchor, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr):
-    """(low, mass above low): exactly the ids above low are the top_k highest, ties with the k-th included.
+def _count(row_ptr, V, inverse, bounds, BLOCK: tl.constexpr):
+    """For each of the eight bounds: how many ids have a scaled logit above it. Vocabularies up to 255 · BLOCK ids."""
+    lanes = tl.arange(0, BLOCK)
+    some, others = tl.zeros([BLOCK], tl.uint32), tl.zeros([BLOCK], tl.uint32)  # four counts of a byte in each lane
+    for base in range(0, V, BLOCK):
+        ids = base + lanes
+        scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+        for number in tl.static_range(4):
+            some += tl.where(scaled > bounds[number], 1 << (8 * number), 0).to(tl.uint32)
+            others += tl.where(scaled > bounds[4 + number], 1 << (8 * number), 0).to(tl.uint32)
+    return (
+        tl.sum((some & 255).to(tl.int32)), tl.sum(((some >> 8) & 255).to(tl.int32)),
+        tl.sum(((some >> 16) & 255).to(tl.int32)), tl.sum((some >> 24).to(tl.int32)),
+        tl.sum((others & 255).to(tl.int32)), tl.sum(((others >> 8) & 255).to(tl.int32)),
+        tl.sum(((others >> 16) & 255).to(tl.int32)), tl.sum((others >> 24).to(tl.int32)),
+    )  # fmt: skip
 
-    Bisection: more than k - 1 ids are above low, fewer than k above high, until nothing lies between the two.
+
+@triton.jit
+def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr):
+    """(low, mass above low): the ids above low are the top_k highest, ties with the k-th included.
+
+    At least k ids are above low and fewer than k above high; eight bounds a look, until exactly k are above low or
+    nothing lies between the two. The first look spaces its bounds in powers of two, the others evenly.
     """
-    high, low = anchor, anchor - 1.0
-    mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
-    while (count < top_k) & (low > -3.0e38):  # downwards in growing strides
-        high = low
-        low = tl.maximum(anchor + 4.0 * (low - anchor), -3.4e38)
-        mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
-    middle = 0.5 * (low + high)
-    while (count > top_k) & (middle > low) & (middle < high):
-        middle_mass, middle_count = _above(row_ptr, V, inverse, anchor, middle, BLOCK)
-        if middle_count >= top_k:
-            low, mass, count = middle, middle_mass, middle_count
-        else:
-            high = middle
+    low, high = anchor - 128.0, anchor
+    bounds = (
+        anchor - 0.5, anchor - 1.0, anchor - 2.0, anchor - 4.0, anchor - 8.0, anchor - 16.0, anchor - 32.0, low
+    )  # fmt: skip
+    count = V
+    searching = True
+    while searching:
+        counts = _count(row_ptr, V, inverse, bounds, BLOCK)
+        enough = False
+        for number in tl.static_range(8):  # from the highest bound down: the first with k above it
+            if not enough:
+                if counts[number] >= top_k:
+                    low, count = bounds[number], counts[number]
+                    enough = True
+                else:
+                    high = bounds[number]
+        if not enough:  # only before the first k were found: further down
+            low = tl.maximum(anchor + 16.0 * (low - anchor), -3.4e38)
+        width = (high - low) * 0.125
         middle = 0.5 * (low + high)
+        searching = (middle > low) & (middle < high) & ((not enough) | (count > top_k)) & (low > -3.0e38)
+        bounds = (
+            high - width, high - 2.0 * width, high - 3.0 * width, middle, high - 5.0 * width, high - 6.0 * width,
+            high - 7.0 * width, low,
+        )  # fmt: skip
+    mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
     return low, mass
 
 
@@ -138,11 +192,12 @@ def _decide_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr,
     out_ptr, V, row_stride, num_stretches,
     GREEDY: tl.constexpr, STRETCHES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
-    PDL: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if PDL:
+    if PDL == 1:
         gdc_launch_dependents()
+    if PDL > 0:
         gdc_wait()
     parts = tl.arange(0, STRETCHES)
     within = parts < num_stretches
@@ -158,7 +213,7 @@ def _decide_kernel(
             anchor = top * inverse
             masses = tl.load(floats_ptr + places * 3 + 1, within, other=0.0)
             mass = tl.sum(tl.where(within, masses * tl.exp(tl.maximum(tops * inverse, -3.0e38) - anchor), 0.0), axis=0)
-            score, chosen = _reduce(
+            _score, chosen = _reduce(
                 tl.load(floats_ptr + places * 3 + 2, within, other=NOTHING),
                 tl.load(ids_ptr + places * 2 + 1, within, other=0x7FFFFFFF),
             )
@@ -180,9 +235,9 @@ def _decide_kernel(
                 undecided = (not kept) & (value < anchor)
                 if undecided:
                     floor = tl.maximum(floor, tl.where(value >= least, value, floor))
-                    score, chosen = _draw(
-                        row_ptr, 0, V, V, inverse, seed, position, floor, least, LANES, ROUNDS
-                    )  # fmt: skip
+                    _score, chosen, _mass = _draw(
+                        row_ptr, 0, V, V, inverse, anchor, seed, position, floor, least, LANES, ROUNDS, FAST
+                    )
     tl.store(out_ptr + row, tl.minimum(chosen, V - 1).to(tl.int64))
 
 
@@ -205,15 +260,15 @@ def _launch(logits_RV: Tensor, rows: tuple[Tensor, ...] | None) -> Tensor:
     ids = torch.empty((num_rows, number, 2), dtype=torch.int32, device=logits_RV.device)
     greedy = rows is None
     temperatures, top_ks, top_ps, min_ps, seeds, positions = rows or (floats, ids, floats, floats, ids, ids)
-    fixed = {"GREEDY": greedy, "LANES": LANES, "ROUNDS": ROUNDS}
+    fixed = {"GREEDY": greedy, "LANES": LANES, "ROUNDS": ROUNDS, "FAST": not interpreted()}
     _stretch_kernel[(number, num_rows)](
         logits_RV, temperatures, seeds, positions, floats, ids, num_ids, logits_RV.stride(0), size, **fixed,
-        **options(logits_RV, num_warps=4),
+        **options(logits_RV, "sample", num_warps=4),
     )  # fmt: skip
     _decide_kernel[(num_rows,)](
         logits_RV, temperatures, top_ks, top_ps, min_ps, seeds, positions, floats, ids, out_R, num_ids,
-        logits_RV.stride(0), number, STRETCHES=64, BLOCK=1024 if greedy else 4096, **fixed,
-        **options(logits_RV, num_warps=1 if greedy else 16),
+        logits_RV.stride(0), number, STRETCHES=64, BLOCK=1024 if greedy else 8192, **fixed,
+        **options(logits_RV, "sample", num_warps=1 if greedy else 16),
     )  # fmt: skip
     return out_R
 

@@ -1,5 +1,8 @@
 """The three kernels of step.py in Triton. They know rows, block tables and positions."""
 
+# mypy: ignore-errors
+# (Triton's decorator and builtins carry no types.)
+
 import triton
 import triton.language as tl
 from torch import Tensor

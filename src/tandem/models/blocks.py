@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from tandem.layers.attention import Attention, AttentionBackend, Batch
 from tandem.layers.feedforward import GatedFeedForward
-from tandem.layers.linear import Linear, LinearScheme
+from tandem.layers.linear import Linear, LinearScheme, whole_sum
 from tandem.layers.mixture import Mixture
 from tandem.layers.norm import RMSNorm
 from tandem.layers.target import Target, whole
@@ -95,9 +95,9 @@ class SandwichBlock(Block):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         hidden_TE, residual_TE = self.norms[0].add(hidden_TE, residual_TE)
         hidden_TE = self.attention(hidden_TE, batch, keys_NPKD, values_NPKD, backend)
-        hidden_TE = self.norms[1](hidden_TE)
+        hidden_TE = self.norms[1](whole_sum(hidden_TE, residual_TE.dtype))
         hidden_TE, residual_TE = self.norms[2].add(hidden_TE, residual_TE)
-        return self.norms[3](self.feed_forward(hidden_TE)), residual_TE
+        return self.norms[3](whole_sum(self.feed_forward(hidden_TE), residual_TE.dtype)), residual_TE
 
 
 def linear_targets(linear: Linear, names: list[str]) -> dict[str, Target]:

@@ -60,7 +60,8 @@ class Decoder(nn.Module):
             hidden_TE, residual_TE = block(hidden_TE, residual_TE, batch, keys_NPKD, values_NPKD, backend)
         assert residual_TE is not None
         if batch.sampled_R is not None:
-            hidden_TE, residual_TE = hidden_TE[batch.sampled_R], residual_TE[batch.sampled_R]
+            # The second last dimension: hidden may be partial sums, [parts, T, E].
+            hidden_TE, residual_TE = hidden_TE[..., batch.sampled_R, :], residual_TE[batch.sampled_R]
         return self.norm.add(hidden_TE, residual_TE)[0]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+"""Whole prompts by the vendor's fused attention (cuDNN, through torch), where it was measured to beat our kernel.
+
+It knows spans that start at position 0. Keys and values are gathered from the cache first: a copy of a few megabytes,
+against an amount of arithmetic that grows with the square of the length. cuDNN builds a plan for each new length,
+about 45 ms on the host, so lengths are rounded up; causality hides the rows behind the end.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+STEP = 512  # lengths are rounded up to a multiple, so that few plans are built
+SHORTEST = 2048  # below, our kernel is as fast and needs neither gather nor plan
+
+
+def padded_length(length: int) -> int:
+    return -(-length // STEP) * STEP
+
+
+def is_worth_it(start: int, length: int, dtype: torch.dtype, head_dim: int) -> bool:
+    """A whole prompt, long enough, of which rounding up adds less than a third to the arithmetic."""
+    return (
+        start == 0 and length >= SHORTEST and dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128)
+        and padded_length(length) ** 2 < 1.33 * length**2
+    )  # fmt: skip
+
+
+def whole_prompt_attention(
+    queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, table_B: Tensor, first: int, length: int,
+    out_THD: Tensor, scale: float,
+) -> None:  # fmt: skip
+    """Causal attention of one span of ``length`` tokens, at ``first`` in queries and out, over itself.
+
+    table_B  block table of the span, at least the blocks of ``length`` tokens. Same heads a group as the contract's.
+    """
+    block_size, padded = keys_NPKD.shape[1], padded_length(length)
+    num_blocks, wanted = -(-length // block_size), -(-padded // block_size)
+    blocks = table_B[:num_blocks]
+    if wanted > num_blocks:  # any block will do: it is blanked
+        blocks = torch.cat((blocks, blocks[-1:].expand(wanted - num_blocks)))
+    keys, values = (
+        cache.index_select(0, blocks).flatten(0, 1)[None, :padded].transpose(1, 2) for cache in (keys_NPKD, values_NPKD)
+    )
+    for gathered in (keys, values):  # what a former owner left there may be NaN, and 0 · NaN is not 0
+        gathered[:, :, length:] = 0
+    queries = queries_THD[first : first + padded]
+    if queries.shape[0] < padded:
+        queries = F.pad(queries, (0, 0, 0, 0, 0, padded - queries.shape[0]))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if queries.is_cuda else SDPBackend.MATH):
+        attended = F.scaled_dot_product_attention(
+            queries[None].transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=True
+        )
+    out_THD[first : first + length] = attended[0].transpose(0, 1)[:length]

@@ -1,0 +1,144 @@
+"""Triton attention through the contract against float64: mixed batches, scattered tables, poisoned slots."""
+
+import pytest
+import torch
+
+from tandem.attention.contract import AttentionShape, Batch
+from tandem.attention.triton import TritonAttention
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [  # of the interpreter's numpy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+SHAPES = [  # query heads, KV heads, head dimension, block size, window, softcap
+    (4, 1, 64, 16, None, None), (3, 3, 80, 16, 20, None), (16, 1, 64, 32, None, 8.0), (6, 2, 128, 64, 17, None),
+    (2, 1, 256, 16, None, None),
+]  # fmt: skip
+
+
+def case(shape, spans, seed=0):
+    """spans: (tokens in the step, tokens in the cache with them); those of one token first."""
+    heads, kv, dim, block, window, softcap = shape
+    generator = torch.Generator().manual_seed(seed)
+    queries, lengths = [n for n, _ in spans], [n for _, n in spans]
+    width = -(-max(lengths) // block)
+    pool = len(spans) * width + 3
+    tables = torch.randperm(pool, generator=generator)[: len(spans) * width].view(len(spans), width)
+    keys, values = (torch.randn(pool, block, kv, dim, generator=generator) for _ in range(2))
+    for table, length in zip(tables, lengths, strict=True):  # what lies behind a span must not matter, be it NaN
+        for position in range(length, width * block):
+            keys[table[position // block], position % block] = torch.nan
+            values[table[position // block], position % block] = torch.nan
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()])
+    empty = torch.empty(0, dtype=torch.int64)
+    batch = Batch(
+        empty, empty, empty, starts.int().to(DEVICE), torch.tensor(lengths).int().to(DEVICE), tables.int().to(DEVICE),
+        None, sum(n == 1 for n in queries), max(queries), max(lengths),
+        host_spans=[(total - n, n) for n, total in spans],
+    )  # fmt: skip
+    hidden = torch.randn(sum(queries), heads, dim, generator=generator)
+    asked = AttentionShape(heads, kv, dim, dim**-0.5, window, softcap)
+    return hidden.to(DEVICE), keys.to(DEVICE), values.to(DEVICE), batch, asked
+
+
+def slow(queries, keys, values, batch, asked):
+    out = torch.zeros(queries.shape, dtype=torch.float64, device=DEVICE)
+    for span, length in enumerate(batch.lengths_S.tolist()):
+        first, last = batch.query_starts_S1[span : span + 2].tolist()
+        columns = torch.arange(length, device=DEVICE)
+        blocks = batch.tables_SB[span, columns // keys.shape[1]].long()
+        group = asked.num_heads // asked.num_kv_heads
+        k, v = (c[blocks, columns % keys.shape[1]].double().repeat_interleave(group, 1) for c in (keys, values))
+        score = torch.einsum("thd,nhd->htn", queries[first:last].double(), k) * asked.scale
+        if asked.softcap:
+            score = asked.softcap * torch.tanh(score / asked.softcap)
+        positions = torch.arange(length - (last - first), length, device=DEVICE)[:, None]
+        hidden = columns > positions
+        if asked.window:
+            hidden |= columns <= positions - asked.window
+        out[first:last] = torch.einsum("htn,nhd->thd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    return out
+
+
+def assert_near(got, want):
+    error = (got.double() - want).norm() / want.norm()
+    assert error < 1e-5, f"relative error {error:.2e}"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    from tandem.kernels import attention_prefill
+
+    monkeypatch.setattr(attention_prefill, "CHUNK", 32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_mixed_batch(shape, deterministic):
+    sent = case(shape, [(1, 1), (1, 37), (9, 9), (13, 41), (2, 64)])
+    backend = TritonAttention(torch.device(DEVICE), deterministic)
+    assert_near(backend.attend(*sent), slow(*sent))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_splits_of_a_decode(splits, monkeypatch):
+    sent = case((4, 2, 64, 16, None, None), [(1, 90), (1, 1), (1, 64)])
+    backend = TritonAttention(torch.device(DEVICE))
+    monkeypatch.setattr(backend, "num_splits", lambda *_: splits)
+    for _ in range(2):  # the tickets of the first launch must be back at zero
+        assert_near(backend.attend(*sent), slow(*sent))
+    assert not backend.scratch.tickets.any()
+
+
+def test_padding_rows_give_zeros():
+    queries, keys, values, batch, asked = case((4, 2, 64, 16, None, None), [(1, 20), (1, 5)])
+    batch.lengths_S[1] = 0
+    for deterministic in (False, True):
+        out = TritonAttention(torch.device(DEVICE), deterministic).attend(queries, keys, values, batch, asked)
+        assert not out[1].any() and out[0].any()
+
+
+@pytest.mark.parametrize("window", [None, 25])
+def test_deterministic_decode_equals_deterministic_prefill_bit_for_bit(window):
+    shape = (4, 2, 64, 16, window, None)
+    queries, keys, values, batch, asked = case(shape, [(12, 75)])
+    backend = TritonAttention(torch.device(DEVICE), deterministic=True)
+    whole = backend.attend(queries, keys, values, batch, asked)
+    for token in (0, 5, 11):
+        one = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+        batch.lengths_S[0] = 64 + token
+        alone = Batch(
+            batch.ids_T, batch.positions_T, batch.slots_T, one, batch.lengths_S, batch.tables_SB, None, 1, 1, 200
+        )
+        got = backend.attend(queries[token : token + 1].contiguous(), keys, values, alone, asked)
+        assert torch.equal(got[0], whole[token])
+
+
+def test_whole_prompts_by_the_library(monkeypatch):
+    from tandem.kernels import attention_library as library
+
+    monkeypatch.setattr(library, "STEP", 16)
+    queries, keys, values, batch, asked = case((4, 2, 64, 16, None, None), [(37, 37), (20, 20)])
+    keys, values = keys.nan_to_num(), values.nan_to_num()
+    dtype = torch.float16 if DEVICE == "cuda" else torch.float32
+    queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
+    out = torch.full_like(queries, torch.nan)
+    for span, (first, length) in enumerate([(0, 37), (37, 20)]):
+        library.whole_prompt_attention(queries, keys, values, batch.tables_SB[span], first, length, out, asked.scale)
+    want = slow(queries, keys, values, batch, asked)
+    assert (out.double() - want).norm() / want.norm() < (2e-3 if DEVICE == "cuda" else 1e-5)
+    assert library.is_worth_it(0, 8192, torch.bfloat16, 128) and library.is_worth_it(0, 2500, torch.bfloat16, 128)
+    assert not library.is_worth_it(16, 8192, torch.bfloat16, 128)
+    assert not library.is_worth_it(0, 100, torch.bfloat16, 128)
+
+
+def test_num_splits_follow_batch_and_length():
+    backend = TritonAttention(torch.device("cpu"))
+    keys = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16)
+    assert backend.num_splits(256, 4096, keys) == 1
+    assert backend.num_splits(32, 4352, keys) == 2
+    assert backend.num_splits(1, 512, keys) == 8
+    assert backend.num_splits(1, 100_000, keys) == 64
+    assert backend.num_splits(1, 20, keys) == 1

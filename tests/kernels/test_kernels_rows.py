@@ -1,0 +1,91 @@
+"""Norms, activations and the rotary kernel against their twins in float64: odd sizes, poisoned outputs."""
+
+import pytest
+import torch
+
+from tandem.kernels import activation, norm, rotary
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [  # of the interpreter's numpy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+
+
+def rand(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def assert_near(got, want, limit):
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < limit, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (3, 100), (5, 1000)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_rms_norm(tokens, size, dtype, limit):
+    from tandem.kernels.norm_triton import rms_norm_triton
+
+    x, weight = rand(tokens, size, dtype=dtype), rand(size)
+    got = rms_norm_triton(x, weight, 1e-5)
+    assert got.dtype == dtype
+    assert_near(got, norm.rms_norm_torch(x.double(), weight.double(), 1e-5), limit)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_add_rms_norm_adds_the_residual_and_partial_sums(parts):
+    from tandem.kernels.norm_triton import add_rms_norm_triton
+
+    x = rand(parts, 4, 100, seed=1) if parts else rand(4, 200, seed=1)[:, :100]
+    residual, weight = rand(4, 100, seed=2), rand(100)
+    for got, want in zip(
+        add_rms_norm_triton(x, residual, weight, 1e-5),
+        norm.add_rms_norm_torch(x.double(), residual.double(), weight.double(), 1e-5),
+        strict=True,
+    ):
+        assert_near(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("size", [16, 70, 1500])
+def test_gated_activations_also_far_from_zero(gelu, size):
+    from tandem.kernels.activation_triton import gated_triton
+
+    x = rand(3, 2 * size) * 30
+    twin = activation.gelu_tanh_mul_torch if gelu else activation.silu_mul_torch
+    got = gated_triton(x, gelu)
+    assert got.isfinite().all()
+    assert_near(got, twin(x.double()), 1e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 2, 64), (3, 1, 80), (2, 2, 256), (16, 1, 64)])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("parts", [0, 2])
+def test_norm_rope_store_writes_its_slots_and_nothing_else(heads, kv, dim, with_norm, parts):
+    from tandem.kernels.rotary_triton import norm_rope_store_triton
+
+    tokens, width = 5, (heads + 2 * kv) * dim
+    qkv = rand(parts, tokens, width) if parts else rand(tokens, width)
+    slots = torch.tensor([17, -1, 3, 40, 16], device=DEVICE)
+    positions = torch.tensor([5, 0, 9, 2, 30], device=DEVICE)
+    table = rand(31, dim, seed=3)
+    weights = (rand(dim, seed=4), rand(dim, seed=5)) if with_norm else (None, None)
+    caches = [torch.full((3, 16, kv, dim), 7.0, device=DEVICE) for _ in range(2)]
+    wide = [cache.double() for cache in caches]
+    got = norm_rope_store_triton(qkv, positions, table, slots, *caches, heads, *weights)
+    want = rotary.norm_rope_store_torch(
+        qkv.double(), positions, table.double(), slots, *wide, heads, *(w if w is None else w.double() for w in weights)
+    )
+    assert_near(got, want, 1e-6)
+    for cache, expected in zip(caches, wide, strict=True):
+        assert_near(cache, expected, 1e-6)
+        assert (cache == 7.0).all(-1).all(-1).sum() == 48 - 4
+
+
+def test_twins_take_partial_sums_too():
+    parts, residual, weight = rand(3, 4, 32), rand(4, 32, seed=9), rand(32)
+    got = norm.add_rms_norm(parts, residual, weight, 1e-6)
+    want = norm.add_rms_norm_torch(parts.sum(0), residual, weight, 1e-6)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
