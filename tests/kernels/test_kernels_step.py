@@ -11,10 +11,11 @@ import torch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_step_kernels_equal_their_twins():
-    done = subprocess.run(
-        [sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("task", ["compare", "compile"])
+def test_step_kernels_equal_their_twins_and_compile(task):
+    """The interpreter takes code that the compiler does not, so both are asked; compiling needs no GPU."""
+    chosen = {**os.environ, "TRITON_INTERPRET": "1" if task == "compare" else "0"}
+    done = subprocess.run([sys.executable, __file__, task], env=chosen, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -97,5 +98,31 @@ def used_of(tables_SB, lengths_S):
     return torch.where(columns < (lengths_S[:, None] + 3) // 4, tables_SB, -1)
 
 
+def compile_for(capability):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tandem.kernels import step_triton
+
+    wide, narrow = "*i64", "*i32"
+    signatures = {
+        step_triton._spread_kernel: [wide] * 4 + [narrow, wide, narrow, wide, narrow] + ["i32"] * 4,
+        step_triton._advance_kernel: [wide] * 3 + [narrow] * 2 + [wide] * 3 + [narrow] * 2 + ["i32"] * 3,
+        step_triton._finish_kernel: [wide, "*bf16", wide, wide, wide, narrow] + ["i32"] * 3,
+    }
+    for kernel, kinds in signatures.items():
+        names = kernel.arg_names
+        chosen = {name: {"P": 16, "TILE": 128}[name] for name in names[len(kinds) :]}
+        signature = dict(zip(names, kinds + ["constexpr"] * len(chosen), strict=True))
+        constants = {(names.index(name),): value for name, value in chosen.items()}
+        target = GPUTarget("cuda", capability, 32)
+        assert triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants), target=target).asm["ptx"]
+
+
 if __name__ == "__main__":
-    compare("cpu")
+    if sys.argv[1] == "compare":
+        compare("cpu")
+    else:
+        compile_for(80)
+        compile_for(90)

@@ -300,8 +300,11 @@ class CudaRunner:
         self._streams.drain()
 
     def close(self) -> None:
-        """Wait for what is in flight; the memory goes with this object."""
+        """Wait for what is in flight and give the device's memory back. Idempotent."""
         self._streams.drain()
+        self._graphs.clear()
+        self._model, self._cache, self._slots = None, KVCache([], []), []
+        self._streams.give_back()
 
     def statistics(self) -> dict[str, Any]:
         return {

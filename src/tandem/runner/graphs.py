@@ -189,5 +189,9 @@ class Graphs:
                 self.step(key, max_length)
         return len(self)
 
+    def clear(self) -> None:
+        """Give the graphs and their pool back."""
+        self._replays.clear()
+
     def __len__(self) -> int:
         return sum(replay is not None for replay in self._replays.values())

@@ -44,6 +44,9 @@ class Streams(Protocol):
     def drain(self) -> None:
         """Block until the compute stream has nothing left: at start, at the end, and when memory ran out."""
 
+    def give_back(self) -> None:
+        """Let other programs have the memory that is no longer in use."""
+
     def elapsed_s(self, first: Event, second: Event) -> float:
         """Seconds between two events that have come."""
 
@@ -84,6 +87,9 @@ class CudaStreams:
 
     def drain(self) -> None:
         self._streams["compute"].synchronize()
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     def elapsed_s(self, first: Event, second: Event) -> float:
         return float(first.elapsed_time(second)) / 1000.0  # type: ignore[attr-defined]
@@ -168,6 +174,9 @@ class EagerStreams:
 
     def drain(self) -> None:
         """Nothing is ever left."""
+
+    def give_back(self) -> None:
+        """Nothing is kept."""
 
     def elapsed_s(self, first: EagerEvent, second: EagerEvent) -> float:
         return second.moment_s - first.moment_s
