@@ -8,6 +8,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.errors import TandemError
@@ -25,7 +26,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         import httptools
 
-        self._new_parser = lambda: httptools.HttpResponseParser(self)
+        self._new_parser: Callable[[], Any] = lambda: httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport | None = None
         self.open = False
         self.reused = self.heard = False
@@ -59,7 +60,7 @@ class _Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self.close()
         if self._done is not None and not self._done.done():
-            self._done.set_result(self._parser.get_status_code())
+            self._done.set_result(int(self._parser.get_status_code()))
 
     async def ask(self, head: bytes, body: bytes, on_body: OnBody) -> int:
         """Send a request and wait for the end of the answer. Returns its status."""
