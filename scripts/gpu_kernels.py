@@ -364,7 +364,7 @@ def layer_cases(sweep: bool) -> None:
                 qkv_w, o_w, up_w, down_w = made[number]
                 c = caches[number % len(caches)]
                 product = {
-                    "library": F.linear, "own": lin.linear_parts, "invariant": lambda x, w: lin.linear(x, w, None, True)
+                    "library": F.linear, "own": lin.linear_parts, "own prefetch": lin.linear_parts, "invariant": lambda x, w: lin.linear(x, w, None, True)
                 }[kind]  # fmt: skip
                 x, total = add_rms_norm_triton(state[0], state[1], norm, 1e-6)
                 queries = norm_rope_store_triton(
@@ -377,8 +377,9 @@ def layer_cases(sweep: bool) -> None:
                     )
                 else:
                     decode.decode_attention(
-                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
-                    )
+                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits,
+                        prefetch_first="prefetch" in kind,
+                    )  # fmt: skip
                 x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w), total, norm, 1e-6)
                 if kind == "library":
                     x = gated_triton(F.linear(x, up_w), False)
@@ -387,12 +388,14 @@ def layer_cases(sweep: bool) -> None:
                 state[0], state[1] = product(x, down_w), total
 
             chosen = dict(launch.DEPENDENT)
-            for kind in ("library", "own", "invariant"):
-                for mode in ("chosen", "none") if kind == "own" else ("chosen",):
-                    if COMPILING and kind == "library":
-                        continue
+            modes = {"chosen": chosen, "none": dict.fromkeys(chosen, 0), "rope early": chosen | {"rope": 1}}
+            for kind, mode in (
+                ("library", "chosen"), ("own", "chosen"), ("own", "none"), ("own prefetch", "chosen"),
+                ("own prefetch", "rope early"), ("invariant", "chosen"),
+            ):  # fmt: skip
+                if not (COMPILING and kind == "library"):
                     state = [residual, residual]
-                    launch.DEPENDENT.update(chosen if mode == "chosen" else dict.fromkeys(chosen, 0))
+                    launch.DEPENDENT.update(modes[mode])
                     runs: list[Run] = [lambda n=n, k=kind: layer(n, k) for n in range(layers)]
                     timed(f"layer {model} T{tokens} L{length} {kind} pdl {mode}", runs, num_bytes, calls=layers * 2)
                     launch.DEPENDENT.update(chosen)

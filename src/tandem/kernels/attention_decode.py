@@ -58,6 +58,15 @@ def take_tile(acc, top, total, score, value, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def prefetch(addresses, num_bytes: tl.constexpr):
+    """Ask L2 for num_bytes (a multiple of 16) from each address (16-byte aligned)."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [addresses, num_bytes],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _merge_splits(
     partial_ptr, marks_ptr, out_ptr, num_splits,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
@@ -93,18 +102,15 @@ def _decode_kernel(
     scale, softcap, window, num_splits, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr, HAS_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     span, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL == 1:
         gdc_launch_dependents()
-    if PDL > 0:
-        gdc_wait()
+    # Lengths and block tables are read ahead of the wait: they were settled before the kernels of the layer began.
     length = tl.load(lengths_ptr + span)
     rows, inner, lanes = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
-    row_mask = (rows < G)[:, None] & (inner < D)[None, :]
-    row_offsets = (head * G + rows)[:, None] * D + inner[None, :]
-    query = tl.load(queries_ptr + span.to(tl.int64) * query_stride + row_offsets, row_mask, other=0.0)
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0) // TILE * TILE
@@ -113,12 +119,22 @@ def _decode_kernel(
         share = tl.cdiv(tl.cdiv(length - first, TILE), num_splits) * TILE
         start = first + split * share
         end = tl.minimum(start + share, length)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top = tl.full([ROWS], NOTHING, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     keys_ptr += head * D
     values_ptr += head * D
+    if PDL > 0:
+        if PREFETCH and start < end:
+            near = tl.minimum(start + lanes, length - 1)
+            offsets = tl.load(table_ptr + near // P).to(tl.int64) * block_stride + (near % P) * position_stride
+            prefetch((keys_ptr + offsets).to(tl.int64), D * 2)
+            prefetch((values_ptr + offsets).to(tl.int64), D * 2)
+        gdc_wait()
+    row_mask = (rows < G)[:, None] & (inner < D)[None, :]
+    row_offsets = (head * G + rows)[:, None] * D + inner[None, :]
+    query = tl.load(queries_ptr + span.to(tl.int64) * query_stride + row_offsets, row_mask, other=0.0)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     for tile in range(start, end, TILE):
         columns = tile + lanes
         near = tl.minimum(columns, length - 1)
@@ -196,7 +212,7 @@ def num_splits_for(num_groups: int, max_length: int, tile: int, num_multiprocess
 def decode_attention(
     queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor, out_THD: Tensor,
     scratch: Scratch, scale: float, num_splits: int, window: int | None = None, softcap: float | None = None,
-    num_warps: int = 2, num_stages: int = 3, tile: int | None = None,
+    num_warps: int = 2, num_stages: int = 3, tile: int | None = None, prefetch_first: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S]."""
     num_spans, (block_size, num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[1:]
@@ -212,5 +228,6 @@ def decode_attention(
         K=num_kv_heads, G=group, ROWS=max(16, heads), D=head_dim, WIDTH=width, P=block_size, TILE=tile, HEADS=heads,
         MERGED=max(1, min(16, 2048 * num_warps // (heads * width))), HAS_SPLITS=num_splits > 1,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(),
+        PREFETCH=prefetch_first and keys_NPKD.element_size() == 2 and head_dim % 8 == 0,
         **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip

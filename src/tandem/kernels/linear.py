@@ -92,7 +92,9 @@ def tiles_for(num_tokens: int, num_rows: int, size: int, num_processors: int) ->
 
     Parts make about one program a multiprocessor: that many run at the same pace to the end.
     """
-    if num_rows > (8192 if num_tokens <= 32 else 4096) or num_tokens > 128:
+    if num_rows >= 65536 and num_tokens <= 32:
+        return {"tokens": token_tile(num_tokens), "rows": 64, "step": 128, "num_parts": 1, "num_stages": 4}
+    if num_rows > (8192 if num_tokens <= 64 else 4096) or num_tokens > 128:
         return None
     num_parts = max(1, min(round(num_processors / -(-num_rows // 64)), size // 256))
     return {

@@ -36,7 +36,6 @@ def _skinny_kernel(
     lanes = tl.arange(0, ROWS)
     rows = tl.minimum(first_row + lanes % outs, N - 1) + (lanes // outs) * N
     tokens = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    near_tokens = tl.minimum(tokens, T - 1).to(tl.int64)
     start = part * part_size
     end = tl.minimum(start + part_size, size)
     if PDL == 1:
@@ -45,13 +44,15 @@ def _skinny_kernel(
         gdc_wait()
     inner = tl.arange(0, STEP)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    token_ptrs = x_ptr + near_tokens * x_stride
+    token_ptrs = x_ptr + tokens.to(tl.int64) * x_stride
     for step in range(start, end, STEP):
         columns = step + inner
+        # Rows of padding are masked, not clamped: every program asking for one row again would queue at its L2 slice.
         if EVEN:
-            x = tl.load(token_ptrs[:, None] + columns[None, :])
+            x = tl.load(token_ptrs[:, None] + columns[None, :], (tokens < T)[:, None], other=0.0)
         else:
-            x = tl.load(token_ptrs[:, None] + columns[None, :], (columns < end)[None, :], other=0.0)
+            x_mask = (tokens < T)[:, None] & (columns < end)[None, :]
+            x = tl.load(token_ptrs[:, None] + columns[None, :], x_mask, other=0.0)
         if DESCRIPTORS:
             weight = weights.load([first_row, step])
         elif EVEN:
@@ -129,12 +130,11 @@ def _invariant_kernel(
     rows = (program % num_tiles_n) * ROWS + tl.arange(0, ROWS)
     tokens = (program // num_tiles_n) * TOKENS + tl.arange(0, TOKENS)
     near_rows = tl.minimum(rows, N - 1).to(tl.int64)
-    near_tokens = tl.minimum(tokens, T - 1).to(tl.int64)
     if PDL == 1:
         gdc_launch_dependents()
     if PDL > 0:
         gdc_wait()
-    row_ptrs, token_ptrs = weight_ptr + near_rows * size, x_ptr + near_tokens * x_stride
+    row_ptrs, token_ptrs = weight_ptr + near_rows * size, x_ptr + tokens.to(tl.int64) * x_stride
     inner = tl.arange(0, STEP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     first = tl.program_id(1) if SPLIT else 0
@@ -143,10 +143,11 @@ def _invariant_kernel(
         for step in range(number * part_size, tl.minimum(number * part_size + part_size, size), STEP):
             columns = step + inner
             if EVEN:
-                x = tl.load(token_ptrs[:, None] + columns[None, :])
+                x = tl.load(token_ptrs[:, None] + columns[None, :], (tokens < T)[:, None], other=0.0)
                 weight = tl.load(row_ptrs[:, None] + columns[None, :])
             else:
-                x = tl.load(token_ptrs[:, None] + columns[None, :], (columns < size)[None, :], other=0.0)
+                x_mask = (tokens < T)[:, None] & (columns < size)[None, :]
+                x = tl.load(token_ptrs[:, None] + columns[None, :], x_mask, other=0.0)
                 weight = tl.load(row_ptrs[:, None] + columns[None, :], (columns < size)[None, :], other=0.0)
             acc = _accumulate(acc, weight, x, UPCAST)
         total += acc

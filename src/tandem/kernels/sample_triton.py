@@ -152,19 +152,31 @@ def _count(row_ptr, V, inverse, bounds, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr):
+def _highest_upto(row_ptr, V, inverse, bound, BLOCK: tl.constexpr):
+    """The highest scaled logit that is not above bound."""
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], NOTHING, tl.float32)
+    for base in range(0, V, BLOCK):
+        ids = base + lanes
+        scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+        best = tl.maximum(best, tl.where(scaled <= bound, scaled, NOTHING))
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr, LOOKS: tl.constexpr):
     """(low, mass above low): the ids above low are the top_k highest, ties with the k-th included.
 
-    At least k ids are above low and fewer than k above high; eight bounds a look, until exactly k are above low or
-    nothing lies between the two. The first look spaces its bounds in powers of two, the others evenly.
+    At least k ids are above low and fewer than k above high; eight bounds a look. The first look spaces its bounds in
+    powers of two, the others evenly. If that does not single out k ids in a few looks (logits that came from bfloat16
+    have many ties), the values under high are taken one by one.
     """
     low, high = anchor - 128.0, anchor
     bounds = (
         anchor - 0.5, anchor - 1.0, anchor - 2.0, anchor - 4.0, anchor - 8.0, anchor - 16.0, anchor - 32.0, low
     )  # fmt: skip
-    count = V
-    searching = True
-    while searching:
+    count, looks = V, 0
+    while (looks < LOOKS) & (count != top_k):
         counts = _count(row_ptr, V, inverse, bounds, BLOCK)
         enough = False
         for number in tl.static_range(8):  # from the highest bound down: the first with k above it
@@ -177,13 +189,19 @@ def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr):
         if not enough:  # only before the first k were found: further down
             low = tl.maximum(anchor + 16.0 * (low - anchor), -3.4e38)
         width = (high - low) * 0.125
-        middle = 0.5 * (low + high)
-        searching = (middle > low) & (middle < high) & ((not enough) | (count > top_k)) & (low > -3.0e38)
         bounds = (
-            high - width, high - 2.0 * width, high - 3.0 * width, middle, high - 5.0 * width, high - 6.0 * width,
-            high - 7.0 * width, low,
+            high - width, high - 2.0 * width, high - 3.0 * width, high - 4.0 * width, high - 5.0 * width,
+            high - 6.0 * width, high - 7.0 * width, low,
         )  # fmt: skip
+        looks += 1
     mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
+    searching = count != top_k
+    while searching:
+        value = _highest_upto(row_ptr, V, inverse, high, BLOCK)
+        high = value - tl.abs(value) * 5.9604644775390625e-08 - 2.0e-38  # just below value
+        low = high
+        mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
+        searching = (count < top_k) & (value > NOTHING)
     return low, mass
 
 
@@ -222,7 +240,7 @@ def _decide_kernel(
             limits_k, limits_p = (top_k > 0) & (top_k < V), top_p < 1.0
             floor = tl.full((), NOTHING, tl.float32)
             if limits_k & limits_p:  # top-p counts what top-k kept, so its mass must be known
-                floor, mass = _kth(row_ptr, V, inverse, anchor, top_k, BLOCK)
+                floor, mass = _kth(row_ptr, V, inverse, anchor, top_k, BLOCK, 4)
             undecided = limits_k | limits_p | (least > NOTHING)
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
             while undecided:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.layers.attention import AttentionBackend, Batch, KVCache
-from tandem.layers.linear import LinearScheme, host_linear
+from tandem.layers.linear import LinearScheme, host_linear, linear
 from tandem.layers.norm import RMSNorm
 from tandem.layers.rotary import RopeSpec, cos_sin_table
 from tandem.layers.target import Target, whole
@@ -41,6 +41,7 @@ class Decoder(nn.Module):
             [kind(spec, n, tables[spec.rope_of(n)], scheme, dtype, device) for n in range(spec.num_layers)]
         )
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device)
+        self.invariant = getattr(scheme, "invariant", False)
         self.head = scheme.create_head(spec.hidden_size, spec.num_logits, dtype, device)
         if self.head is None:
             head_VE = self.embedding_VE if spec.tied else nn.Parameter(torch.empty_like(self.embedding_VE), False)
@@ -67,8 +68,10 @@ class Decoder(nn.Module):
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """float32 [R, V]."""
         if self.head is None:
-            product = host_linear if self.head_VE.is_cpu else F.linear
-            logits_RV = product(hidden_RE, self.head_VE).float()
+            if self.head_VE.is_cpu:
+                logits_RV = host_linear(hidden_RE, self.head_VE).float()
+            else:
+                logits_RV = linear(hidden_RE, self.head_VE, invariant=self.invariant).float()
         else:
             logits_RV = self.head(hidden_RE).float()
         if self.spec.logit_softcap is not None:
