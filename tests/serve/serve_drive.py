@@ -46,7 +46,9 @@ def make_null(options: dict, mailbox: Any, on_phase: Callable[[str], None] = lam
 
     options   settings of the engine, and: script (text that every request says), pieces (the same, a token each),
               echo (each request says its own prompt), step_s, raise_at, hang_at, fail_at_prompt (a request whose prompt
-              begins with that id fails at its first step), source (fields of ModelSource), slow_start_s.
+              begins with that id fails at its first step), arm_at_prompt (id, fault, steps: that request brings an
+              engine's fault about), source (fields of ModelSource), slow_start_s, compile_s and mask_s (how long
+              grammars and their masks take).
     """
     from tandem.engine import build
     from tandem.engine.null_model import byte_tokenizer_json
@@ -57,7 +59,7 @@ def make_null(options: dict, mailbox: Any, on_phase: Callable[[str], None] = lam
     own = {
         name: options.pop(name, None)
         for name in ("script", "pieces", "echo", "step_s", "raise_at", "hang_at", "fail_at_prompt", "source",
-                     "slow_start_s", "arm_at_prompt")
+                     "slow_start_s", "arm_at_prompt", "compile_s", "mask_s")
     }  # fmt: skip
     tokenizer, script, size = tokenizer_with(own["pieces"] or [])
     source = {"tokenizer_json": tokenizer, **(own["source"] or {})}
@@ -82,6 +84,14 @@ def make_null(options: dict, mailbox: Any, on_phase: Callable[[str], None] = lam
         runner._script = lambda arrival: list(arrival.tokens)
     elif script:
         runner._script = script
+    if own["compile_s"]:
+        compile_mask = loop._admission._compile_mask
+        loop._admission._compile_mask = lambda request: (time.sleep(own["compile_s"]), compile_mask(request))[1]
+    if own["mask_s"]:
+        from tandem.sampling import grammar
+
+        mask_of = grammar._mask_of
+        grammar._mask_of = lambda *what: (time.sleep(own["mask_s"]), mask_of(*what))[1]
     fail, arm = own["fail_at_prompt"], own["arm_at_prompt"]
 
     def failing(arrival) -> str | None:
@@ -251,8 +261,9 @@ class Process:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if wait:
-            assert self._ready.wait(60) and self.url, "\n".join(self.lines)
+        if wait and not (self._ready.wait(60) and self.url):
+            self.__exit__()
+            raise AssertionError("\n".join(self.lines))
 
     def _read(self) -> None:
         assert self.process.stderr is not None

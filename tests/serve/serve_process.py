@@ -14,9 +14,8 @@ def main() -> int:
     start = json.loads(sys.argv[1])
     options = ServeOptions.from_dict(start["options"])
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(
-            serve(Settings(device="null"), options, say=_say, make="serve_drive:make_null", options=start["engine"])
-        )
+        engine = {"make": "serve_drive:make_null", "options": start["engine"]}
+        return runner.run(serve(Settings(device="null"), options, say=_say, start=engine))
 
 
 if __name__ == "__main__":

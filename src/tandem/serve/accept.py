@@ -164,6 +164,14 @@ def _from_format(wanted: ResponseFormat) -> Constraint:
     return _choice("response_format", value) if isinstance(value, list) else Constraint(wanted.type, value)
 
 
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def constraint_field(body: Generation) -> str:
+    """The field that asks for the grammar."""
+    return next((name for name in GUIDED if getattr(body, name) is not None), "response_format")
+
+
 def schema_text(param: str, schema: Any) -> str:
     try:
         return json.dumps(schema)

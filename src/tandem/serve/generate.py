@@ -16,7 +16,7 @@ from tandem.engine.contract import Card, Update
 from tandem.errors import ContextLengthError, RequestError
 from tandem.request import Request as EngineRequest
 from tandem.request import SamplingParams
-from tandem.serve.accept import chat_params, completion_params
+from tandem.serve.accept import chat_params, completion_params, constraint_field
 from tandem.serve.calls import MISTRAL
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
@@ -67,7 +67,7 @@ async def chat_job(
     model = service.check_model(body.model)
     params = chat_params(body, card.defaults, service.limits)
     use = tool_use(body, card.chat_template)
-    param = "response_format" if body.response_format is not None else "guided_json"
+    param = constraint_field(body)
     if use.constraint is not None:
         if params.constraint is not None:
             raise RequestError("tool_choice and response_format exclude each other.", param="tool_choice")
@@ -132,7 +132,7 @@ async def completions(request: Request) -> ASGIApp:
     tokens = service.engine.text
     job = Job(
         body, params, prompts, lambda asks, show: CompletionReply(asks, model, tokens, show, echo=echo), show, journey,
-        echo, "response_format" if body.response_format is not None else "guided_json",
+        echo, constraint_field(body),
     )  # fmt: skip
     return await answer(request, service, job)
 

@@ -21,6 +21,7 @@ ECHOED = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "top_p", "tool_choice",
     "tools", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "reasoning", "text",
 )  # fmt: skip
+BEGIN = ("created", "in_progress")
 ITEM_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
 
 
@@ -135,10 +136,15 @@ class ResponsesReply(Reply):
         return self._response() | await self.explanation()
 
     async def chunks(self, updates: Updates) -> AsyncGenerator[bytes, None]:
-        for kind in ("response.created", "response.in_progress"):
-            yield self._sse({"type": kind, "response": self._response()})
+        """The events. The first two wait for the engine's first word, so that a refusal can still be a plain 400."""
+        begin = [self._sse({"type": f"response.{kind}", "response": self._response()}) for kind in BEGIN]
         async for event in self._events(updates):
+            for first in begin:
+                yield first
+            begin = []
             yield self._sse(event)
+        for first in begin:
+            yield first
         response = self._response() | await self.explanation()
         yield self._sse({"type": f"response.{response['status']}", "response": response})
 
@@ -175,7 +181,7 @@ class ResponsesReply(Reply):
     def usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self.num_prompt,
-            "input_tokens_details": {"cached_tokens": self.cached},
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
             "output_tokens": self.num_completion,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": self.num_prompt + self.num_completion,

@@ -48,8 +48,9 @@ async def responses(request: Request) -> ASGIApp:
     service: Service = request.app.state.service
     body = await read_json(request, ResponsesRequest, service.limits.body_bytes)
     service.check_open()
+    asked = as_chat(body)
     try:
-        job = await chat_job(service, as_chat(body), journey, lambda *a: ResponsesReply(*a, body=body))
+        job = await chat_job(service, asked, journey, lambda *a: ResponsesReply(*a, body=body))
         if job.constraint_param == "response_format":
             job.constraint_param = "text"
         return await answer(request, service, job)

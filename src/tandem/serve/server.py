@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -60,7 +60,7 @@ def bind(options: ServeOptions) -> socket.socket:
 
 async def serve(
     settings: Settings, options: ServeOptions, *, keys: Sequence[str] = (), say: Say = log.info,
-    routes: Sequence[BaseRoute] = (), **start: Any,
+    routes: Sequence[BaseRoute] = (), start: Mapping[str, Any] | None = None,
 ) -> int:  # fmt: skip
     """Serve until told to stop. Returns the exit code: 0 after a drain, 1 when the engine died.
 
@@ -76,7 +76,7 @@ async def serve(
         loop.add_signal_handler(number, signals.put_nowait, number)
     engine: AsyncEngine | None = None
     try:
-        engine = await _start(settings, signals, {"on_phase": say, **start})
+        engine = await _start(settings, signals, {"on_phase": say, **(start or {})})
         if engine is None:
             say("stopped while starting")
             return 0
