@@ -5,6 +5,7 @@ settings ─locate─► model source ─► shape ─► facts ─resolve─►
 
 import dataclasses
 import importlib
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,11 @@ from tandem.weights.pull import pull as pull  # for the command line, which may 
 from tandem.weights.source import ModelSource, locate
 
 OnPhase = Callable[[str], None]
+MOMENTS = (
+    "step", "num_spans", "num_tokens", "num_decodes", "plan_began_s", "planned_s", "submitted_s", "wait_began_s",
+    "host_home_s", "settled_s", "ready_s", "began_s", "computed_s", "home_s",
+)  # fmt: skip
+_moments = operator.attrgetter(*MOMENTS)
 RUNNERS = {"cpu": ("tandem.runner.cpu", "CpuRunner"), "cuda": ("tandem.runner.cuda", "CudaRunner")}
 
 
@@ -312,7 +318,12 @@ def _steps(timeline: Timeline, wanted: str) -> dict[str, Any]:
     """Moments of the newest steps. wanted: "AFTER LIMIT", see Timeline.recent."""
     after, _, limit = wanted.partition(" ")
     steps = timeline.recent(int(after or -1), int(limit or 100))
-    return {"now_s": time.perf_counter(), "depth": timeline.depth, "steps": [dataclasses.asdict(s) for s in steps]}
+    return {
+        "now_s": time.perf_counter(),
+        "depth": timeline.depth,
+        "fields": MOMENTS,
+        "steps": list(map(_moments, steps)),
+    }
 
 
 def _state(planner: Scheduler, runner: Runner, ledger: RequestLedger) -> dict[str, Any]:

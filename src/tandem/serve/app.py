@@ -9,10 +9,10 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route
 
 from tandem.errors import TandemError
-from tandem.serve import describe, export, generate, operate, responses
+from tandem.serve import describe, export, generate, live, operate, responses
 from tandem.serve.failure import HttpError, response_of
 from tandem.serve.guard import KeyGuard
 from tandem.serve.measure import Doorkeeper
@@ -36,6 +36,9 @@ ROUTES: tuple[BaseRoute, ...] = (
     Route("/openapi.json", describe.openapi, methods=["GET"]),
     Route("/version", operate.version, methods=["GET"]),
     Route("/metrics", export.metrics, methods=["GET"]),
+    Route("/live", live.live, methods=["GET"]),
+    Route("/", live.page, methods=["GET"]),
+    Mount("/page", live.Files()),
 )
 
 

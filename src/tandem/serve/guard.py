@@ -1,4 +1,4 @@
-"""API keys in front of every route but /health. It knows headers and constant-time comparison, not routes' meaning."""
+"""API keys in front of every route but /health and the page's files. It knows headers, not what routes mean."""
 
 import hashlib
 import hmac
@@ -11,7 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.errors import SettingError
 from tandem.serve.failure import HttpError, response_of
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/")
+OPEN_FOLDER = "/page/"
+"""The page's own files, the same for everybody: they ask for the key, and everything behind them needs it."""
 
 
 def read_keys(keys: Collection[str], file: str | None) -> tuple[str, ...]:
@@ -30,6 +32,10 @@ def read_keys(keys: Collection[str], file: str | None) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
 class KeyGuard:
     """Lets a connection through only with ``Authorization: Bearer KEY`` (or ``X-Api-Key``) of a known key.
 
@@ -42,7 +48,7 @@ class KeyGuard:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS":
             await self.app(scope, receive, send)
             return
         headers = HTTPConnection(scope).headers

@@ -74,7 +74,10 @@ class Visit:
 
 
 class Meter:
-    """Counts and times what passes. Everything happens on the server's event loop."""
+    """Counts and times what passes. Everything happens on the server's event loop.
+
+    recent_…   pairs (when, value in seconds) of the last ones, for people who watch.
+    """
 
     def __init__(self) -> None:
         self.num_accepted = 0
@@ -92,8 +95,8 @@ class Meter:
         self.generated_lengths = Histogram(COUNT_BUCKETS)
         self.most_lengths = Histogram(COUNT_BUCKETS)
         self.responses = dict.fromkeys(STATUS_CLASSES, 0)
-        self.recent_ttft_s: deque[float] = deque(maxlen=RECENT)
-        self.recent_itl_s: deque[float] = deque(maxlen=RECENT)
+        self.recent_ttft_s: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self.recent_itl_s: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self.live: dict[int, Visit] = {}
         self.broken = False
         self._number = 0
@@ -148,11 +151,11 @@ class Meter:
         if answer.first_s:
             gap_s = (now_s - answer.last_s) / count
             self.itl_s.observe(gap_s, count)
-            self.recent_itl_s.append(gap_s)
+            self.recent_itl_s.append((now_s, gap_s))
         else:
             answer.first_s = now_s
             self.ttft_s.observe(now_s - visit.arrival_s)
-            self.recent_ttft_s.append(now_s - visit.arrival_s)
+            self.recent_ttft_s.append((now_s, now_s - visit.arrival_s))
             if count > 1:
                 self.itl_s.observe(0.0, count - 1)
             self._count_prompt(visit, ask, update)
