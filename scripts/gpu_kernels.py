@@ -298,7 +298,7 @@ def linear_cases(sweep: bool) -> None:
             x = rand(tokens, size)
             if not COMPILING:
                 timed(f"linear {name} T{tokens} library", [lambda w=w: F.linear(x, w) for w in weights], num_bytes)
-            tile = choice.token_tile(tokens)
+            tile = choice.token_tile(tokens) if tokens <= 64 else 128
             base = max(1, min(round(264 / -(-rows // 64)), size // 256))
             one = max(1, min(round(132 / -(-rows // 64)), size // 256))
             variants = []  # rows, step, stages, parts, descriptors
@@ -364,7 +364,7 @@ def layer_cases(sweep: bool) -> None:
                 qkv_w, o_w, up_w, down_w = made[number]
                 c = caches[number % len(caches)]
                 product = {
-                    "library": F.linear, "own": lin.linear_parts, "own prefetch": lin.linear_parts, "invariant": lambda x, w: lin.linear(x, w, None, True)
+                    "library": F.linear, "own": lin.linear_parts, "invariant": lambda x, w: lin.linear(x, w, None, True)
                 }[kind]  # fmt: skip
                 x, total = add_rms_norm_triton(state[0], state[1], norm, 1e-6)
                 queries = norm_rope_store_triton(
@@ -377,9 +377,8 @@ def layer_cases(sweep: bool) -> None:
                     )
                 else:
                     decode.decode_attention(
-                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits,
-                        prefetch_first="prefetch" in kind,
-                    )  # fmt: skip
+                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
+                    )
                 x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w), total, norm, 1e-6)
                 if kind == "library":
                     x = gated_triton(F.linear(x, up_w), False)
@@ -388,11 +387,8 @@ def layer_cases(sweep: bool) -> None:
                 state[0], state[1] = product(x, down_w), total
 
             chosen = dict(launch.DEPENDENT)
-            modes = {"chosen": chosen, "none": dict.fromkeys(chosen, 0), "rope early": chosen | {"rope": 1}}
-            for kind, mode in (
-                ("library", "chosen"), ("own", "chosen"), ("own", "none"), ("own prefetch", "chosen"),
-                ("own prefetch", "rope early"), ("invariant", "chosen"),
-            ):  # fmt: skip
+            modes = {"chosen": chosen, "none": dict.fromkeys(chosen, 0)}
+            for kind, mode in (("library", "chosen"), ("own", "chosen"), ("own", "none"), ("invariant", "chosen")):
                 if not (COMPILING and kind == "library"):
                     state = [residual, residual]
                     launch.DEPENDENT.update(modes[mode])

@@ -89,3 +89,13 @@ def test_twins_take_partial_sums_too():
     got = norm.add_rms_norm(parts, residual, weight, 1e-6)
     want = norm.add_rms_norm_torch(parts.sum(0), residual, weight, 1e-6)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
+
+
+def test_compiling_ahead_leaves_launches_alone_in_the_interpreter_and_none_out_on_a_gpu():
+    from tandem.kernels.launch import compile_ahead
+    from tandem.kernels.norm_triton import rms_norm_triton
+
+    x, weight = rand(3, 72), rand(72)
+    with compile_ahead(2):
+        rms_norm_triton(x, weight, 1e-5)  # on a GPU compiled and not launched
+    assert_near(rms_norm_triton(x, weight, 1e-5), norm.rms_norm_torch(x.double(), weight.double(), 1e-5), 1e-6)

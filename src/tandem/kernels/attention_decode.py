@@ -58,15 +58,6 @@ def take_tile(acc, top, total, score, value, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def prefetch(addresses, num_bytes: tl.constexpr):
-    """Ask L2 for num_bytes (a multiple of 16) from each address (16-byte aligned)."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [addresses, num_bytes],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _merge_splits(
     partial_ptr, marks_ptr, out_ptr, num_splits,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MERGED: tl.constexpr,
@@ -102,8 +93,7 @@ def _decode_kernel(
     scale, softcap, window, num_splits, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr, HAS_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     span, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL == 1:
@@ -123,11 +113,6 @@ def _decode_kernel(
     keys_ptr += head * D
     values_ptr += head * D
     if PDL > 0:
-        if PREFETCH and start < end:
-            near = tl.minimum(start + lanes, length - 1)
-            offsets = tl.load(table_ptr + near // P).to(tl.int64) * block_stride + (near % P) * position_stride
-            prefetch((keys_ptr + offsets).to(tl.int64), D * 2)
-            prefetch((values_ptr + offsets).to(tl.int64), D * 2)
         gdc_wait()
     row_mask = (rows < G)[:, None] & (inner < D)[None, :]
     row_offsets = (head * G + rows)[:, None] * D + inner[None, :]
@@ -212,9 +197,13 @@ def num_splits_for(num_groups: int, max_length: int, tile: int, num_multiprocess
 def decode_attention(
     queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor, out_THD: Tensor,
     scratch: Scratch, scale: float, num_splits: int, window: int | None = None, softcap: float | None = None,
-    num_warps: int = 2, num_stages: int = 3, tile: int | None = None, prefetch_first: bool = False,
+    num_warps: int = 2, num_stages: int = 3, tile: int | None = None,
 ) -> None:  # fmt: skip
-    """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S]."""
+    """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S].
+
+    Lengths and tables are read ahead of the wait for the kernel before, so no kernel that lets its successor start
+    early may write them (of ours, none does).
+    """
     num_spans, (block_size, num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[1:]
     group = queries_THD.shape[1] // num_kv_heads
     heads, width = next_power_of_2(group), next_power_of_2(head_dim)
@@ -228,6 +217,5 @@ def decode_attention(
         K=num_kv_heads, G=group, ROWS=max(16, heads), D=head_dim, WIDTH=width, P=block_size, TILE=tile, HEADS=heads,
         MERGED=max(1, min(16, 2048 * num_warps // (heads * width))), HAS_SPLITS=num_splits > 1,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(),
-        PREFETCH=prefetch_first and keys_NPKD.element_size() == 2 and head_dim % 8 == 0,
         **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip

@@ -246,7 +246,8 @@ def invariant_decode_attention(
         queries_THD.shape[1] // num_kv_heads,
         max(1, -(-max_length // CHUNK)),
     )
-    rows, tile, num_warps, num_stages = _shape_for(keys_NPKD, group, True)
+    rows, tile, num_warps, _ = _shape_for(keys_NPKD, group, True)
+    num_stages = 1 if interpreted() or keys_NPKD.element_size() == 4 or head_dim > 128 else 3  # no sum depends on it
     scratch.reserve(num_spans * num_kv_heads, num_chunks, group, head_dim)
     width = next_power_of_2(head_dim)
     _prefill_kernel[(num_chunks, num_kv_heads, num_spans)](

@@ -3,8 +3,12 @@
 It knows devices and launch options; it does not know any kernel, and loads Triton only when a tensor asks for it.
 """
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -64,3 +68,29 @@ def options(tensor: Tensor, family: str, num_warps: int, num_stages: int = 2) ->
 
 def next_power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
+
+
+@contextmanager
+def compile_ahead(num_threads: int = 16) -> Iterator[None]:
+    """Within, launches of Triton kernels only compile, side by side; all are ready at the end. Nothing is launched.
+
+    Run a model's forward within for each shape of batch that will come: kernels that would compile one after the
+    other, at their first launches, compile in as many threads instead. What torch itself launches does run, on
+    whatever the outputs of the kernels that were not launched hold.
+    """
+    if not has_triton() or interpreted():
+        yield
+        return
+    triton = importlib.import_module("triton")
+    function = importlib.import_module("triton.runtime.jit").JITFunction
+    launch = function.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    function.run = only_compile
+    try:
+        with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
+            yield
+    finally:
+        function.run = launch

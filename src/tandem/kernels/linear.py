@@ -15,7 +15,7 @@ from tandem.kernels.activation import gated
 from tandem.kernels.launch import num_multiprocessors, runs_triton
 from tandem.kernels.norm import sum_parts
 
-MOST_TOKENS = 64  # above, the library's tiles are full
+MOST_TOKENS = 64  # above, a layer took as long with the library's products
 
 
 def linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None, invariant: bool = False) -> Tensor:
@@ -84,7 +84,7 @@ def _tiles(x_TI: Tensor, weight_NI: Tensor) -> dict[str, Any] | None:
 
 
 def token_tile(num_tokens: int) -> int:
-    return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64 if num_tokens <= 64 else 128
+    return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
 
 
 def tiles_for(num_tokens: int, num_rows: int, size: int, num_processors: int) -> dict[str, Any] | None:
@@ -94,12 +94,11 @@ def tiles_for(num_tokens: int, num_rows: int, size: int, num_processors: int) ->
     """
     if num_rows >= 65536 and num_tokens <= 32:
         return {"tokens": token_tile(num_tokens), "rows": 64, "step": 128, "num_parts": 1, "num_stages": 4}
-    if num_rows > (8192 if num_tokens <= 64 else 4096) or num_tokens > 128:
+    if num_rows > 8192 or num_tokens > MOST_TOKENS:
         return None
     num_parts = max(1, min(round(num_processors / -(-num_rows // 64)), size // 256))
     return {
-        "tokens": token_tile(num_tokens), "rows": 64, "step": 128, "num_parts": num_parts,
-        "num_stages": 6 if num_tokens <= 64 else 4,
+        "tokens": token_tile(num_tokens), "rows": 64, "step": 128, "num_parts": num_parts, "num_stages": 6,
     }  # fmt: skip
 
 

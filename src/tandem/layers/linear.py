@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tandem import kernels
 from tandem.errors import ModelError
-from tandem.kernels.linear import linear
+from tandem.kernels.linear import linear as linear
 from tandem.layers.target import Target, whole
 
 
