@@ -1,6 +1,6 @@
 // Small charts on canvas: lines over the last two minutes, and blocks by state. Knows numbers and pixels.
 
-const SPAN_S = 120;
+const SPAN_S = 120, LEAST_S = 20;
 
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -46,9 +46,10 @@ export class Chart {
   draw() {
     const { pen, width, height } = prepare(this.canvas);
     const now = this.samples.at(-1)?.[0] ?? 0, foot = 16, head = 6;
+    const span = Math.min(SPAN_S, Math.max(LEAST_S, now - (this.samples[0]?.[0] ?? now)));
     const most = Math.max(0, ...this.samples.flatMap(([, ...values]) => values.filter((value) => value > 0)));
     const top = most > 0 ? roundUp(most * 1.05) : this.kind === "count" ? 10 : 0.1;
-    const x = (when) => width - ((now - when) / SPAN_S) * width;
+    const x = (when) => width - ((now - when) / span) * width;
     const y = (value) => height - foot - (value / top) * (height - foot - head);
     pen.font = `11px ${colour("sans")}`;
     pen.lineWidth = 1;
@@ -64,7 +65,7 @@ export class Chart {
     pen.fillStyle = colour("faint");
     pen.textAlign = "left";
     pen.fillText(this.label(top), 0, y(top) + 11);
-    pen.fillText("2 min ago", 0, height - 3);
+    pen.fillText(span === SPAN_S ? "2 min ago" : `${Math.round(span)} s ago`, 0, height - 3);
     pen.textAlign = "right";
     pen.fillText("now", width, height - 3);
     this.canvas.setAttribute("aria-label", `${this.canvas.id} over the last two minutes, up to ${this.label(most || 0)}`);
