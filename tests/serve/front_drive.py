@@ -34,6 +34,7 @@ def make_paced_loop(options: dict, mailbox: Any, on_phase: Callable[[str], None]
 @contextlib.asynccontextmanager
 async def serving(
     *, keys: tuple[str, ...] = (), in_process: bool = True, routes: tuple = (), settle: Callable | None = None,
+    wrap: Callable = lambda app, service: app,
     **options: Any,
 ) -> AsyncIterator[tuple[Service, str]]:  # fmt: skip
     """(service, base URL). options: step_s, script, and settings of the engine."""
@@ -41,7 +42,7 @@ async def serving(
         service = Service(engine, ("served",))
         if settle is not None:
             settle(service)
-        app = create_app(service, keys=keys, routes=routes)
+        app = wrap(create_app(service, keys=keys, routes=routes), service)
         server = uvicorn.Server(
             uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off", ws="none")
         )

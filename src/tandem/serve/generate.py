@@ -177,7 +177,7 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         for i, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
             submitted_s, num = time.perf_counter(), job.params.n
             stream = await engine.submit(ids, job.params, priority=body.priority or 0, salt=body.cache_salt or "")
-            asks.append(Ask(stream, num, i * num, _echoed(service, prompt) if job.echo else ""))
+            asks.append(Ask(stream, num, i * num, _echoed(service, prompt) if job.echo else "", job.params))
             journey.add(submitted_s, stream.id, num)
         if body.explain:
             job.show.explain = lambda: journey.account(engine)

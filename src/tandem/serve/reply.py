@@ -15,7 +15,7 @@ import orjson
 
 from tandem.engine.contract import Update
 from tandem.engine.streams import AsyncStream
-from tandem.request import TokenLogprobs
+from tandem.request import SamplingParams, TokenLogprobs
 from tandem.serve.logprobs import Tokens, chat_entries, completion_lists, prompt_entries
 from tandem.serve.parse import AnswerParser, Piece
 
@@ -31,6 +31,7 @@ class Ask:
     num_choices: int
     first_index: int = 0
     echo_text: str = ""
+    params: SamplingParams | None = None
 
 
 Updates = AsyncGenerator[tuple[Ask, Update], None]

@@ -26,6 +26,7 @@ from tandem.serve.app import create_app
 from tandem.serve.failure import HttpError
 from tandem.serve.options import ServeOptions
 from tandem.serve.service import Service
+from tandem.serve.trace import tracing
 
 log = logging.getLogger("tandem.serve")
 
@@ -86,9 +87,10 @@ async def serve(
         )  # fmt: skip
         service.vllm_metric_names = options.vllm_metric_names
         app = create_app(service, keys=keys, origins=options.cors_origin, routes=routes)
-        return await _run(
-            service, app, options, listener, signals, lambda port: _banner(service, options, keys, port, say)
-        )
+        with tracing(options.otlp_endpoint, app, service) as traced:
+            return await _run(
+                service, traced, options, listener, signals, lambda port: _banner(service, options, keys, port, say)
+            )
     finally:
         if engine is not None:
             await engine.close()
