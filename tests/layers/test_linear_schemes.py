@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tandem.errors import ModelError, WeightsError
 from tandem.layers.linear import HostLinear, Linear, RowLinear, host_linear, linear_scheme
+from tandem.layers.packed import PackedLinear, can_pack
 from tandem.layers.quantised import Int4Linear, Int8Linear, int4_codes
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ def filled(kind: type[Linear], in_size: int = 64, bias: bool = True) -> tuple[Li
     return layer, torch.cat(weights), torch.cat(biases)
 
 
-@pytest.mark.parametrize("kind", [RowLinear, HostLinear])
+@pytest.mark.parametrize("kind", [RowLinear, HostLinear, PackedLinear])
 @pytest.mark.parametrize("rows", [1, 2, 7, 65])
 def test_dense_layers_are_linear(kind: type[Linear], rows: int) -> None:
     for bias in (True, False):
@@ -39,6 +40,25 @@ def test_one_row_equals_itself_among_others() -> None:
     x, weight = torch.randn(5, 96), torch.randn(40, 96)
     for row in range(5):
         torch.testing.assert_close(host_linear(x[row : row + 1], weight)[0], host_linear(x, weight)[row])
+
+
+@pytest.mark.parametrize("in_size", [64, 1536])
+def test_a_packed_row_does_not_depend_on_the_others(in_size: int) -> None:
+    """Exactly: this is what makes tokens on the CPU the same beside any neighbours."""
+    layer, _, _ = filled(PackedLinear, in_size=in_size)
+    x = torch.randn(65, in_size)
+    whole = layer(x)
+    for rows in (slice(3, 4), slice(0, 2), slice(7, 38), slice(1, 65)):
+        assert torch.equal(layer(x[rows]), whole[rows])
+
+
+def test_packed_weights_can_be_replaced_part_by_part() -> None:
+    layer, weight, offset = filled(PackedLinear)
+    fresh = torch.randn(PARTS[1], 64)
+    layer.target(1).write(fresh)
+    weight[PARTS[0] : PARTS[0] + PARTS[1]] = fresh
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, offset), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "error"), [(Int8Linear, 0.02), (Int4Linear, 0.12)])
@@ -106,6 +126,7 @@ def test_scheme_names() -> None:
 
 def test_int4_leaves_odd_shapes_dense() -> None:
     scheme = linear_scheme("int4", CPU)
-    assert isinstance(scheme.create(48, (32,), False, torch.float32, CPU), HostLinear)
-    assert isinstance(scheme.create(64, (40,), False, torch.float32, CPU), HostLinear)
+    dense = PackedLinear if can_pack(torch.float32, CPU) else HostLinear
+    assert isinstance(scheme.create(48, (32,), False, torch.float32, CPU), dense)
+    assert isinstance(scheme.create(64, (40,), False, torch.float32, CPU), dense)
     assert isinstance(scheme.create(64, (32,), False, torch.float32, CPU), Int4Linear)

@@ -28,8 +28,8 @@ BLOCK_SIZE, MAX_LENGTH = 4, 96
 def model():
     model = build(spec_from_config(CONFIG), torch.float32, "cpu")
     torch.manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 1.0))
+    for target in model.targets().values():
+        target.write(torch.randn(target.shape) * (0.3 if len(target.shape) > 1 else 1.0))
     return model
 
 

@@ -117,7 +117,7 @@ def host_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -
 
 
 class HostLinear(RowLinear):
-    """Stored as in the checkpoint, multiplied in the order that suits CPUs."""
+    """Stored as in the checkpoint, multiplied in the order that suits CPUs: where weights cannot be packed."""
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return host_linear(x_TI, self.weight_OI, self.bias)
@@ -149,13 +149,23 @@ class Dense:
         self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         if device.type == "cpu":
-            return HostLinear(in_size, parts, bias, dtype, device)
+            return host_layer(in_size, parts, bias, dtype, device)
         layer = DeviceLinear(in_size, parts, bias, dtype, device)
         layer.invariant = self.invariant
         return layer
 
     def create_head(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device) -> Linear | None:
-        return None
+        if device.type != "cpu":
+            return None
+        layer = host_layer(in_size, (out_size,), False, dtype, device)
+        return None if isinstance(layer, HostLinear) else layer
+
+
+def host_layer(in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
+    """The fastest dense layer for a CPU."""
+    from tandem.layers.packed import PackedLinear, can_pack
+
+    return (PackedLinear if can_pack(dtype, device) else HostLinear)(in_size, parts, bias, dtype, device)
 
 
 def linear_scheme(name: str | None, device: torch.device, invariant: bool = False) -> LinearScheme:

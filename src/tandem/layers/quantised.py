@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tandem.layers.linear import HostLinear, Linear, LinearScheme
+from tandem.layers.linear import Linear, LinearScheme, host_layer
 
 GROUP = 32
 INT4_ROWS = 16
@@ -119,7 +119,7 @@ class Int4(W8A8):
         self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         fits = in_size % GROUP == 0 and sum(parts) % INT4_ROWS == 0
-        return (Int4Linear if fits else HostLinear)(in_size, parts, bias, dtype, device)
+        return (Int4Linear if fits else host_layer)(in_size, parts, bias, dtype, device)
 
 
 SCHEMES: dict[str, Callable[[], LinearScheme]] = {"w8a8": W8A8, "int4": Int4}
