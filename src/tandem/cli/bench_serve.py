@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     key = os.environ.get("OPENAI_API_KEY")
     client = HttpClient(arguments.base_url, {"Authorization": f"Bearer {key}"} if key else None)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=quick_loop()) as runner:
         outcomes, model = runner.run(_run(client, arguments, load))
     found = figures(outcomes, load)
     print("\n".join(lines(found)))
@@ -97,6 +97,15 @@ def main(arguments: argparse.Namespace) -> int:
         used = {name: value for name, value in vars(arguments).items() if name != "json"} | {"model": model}
         write_json(arguments.json, "tandem " + " ".join(sys.argv[1:]), found, used)
     return 0 if found["completed"] else EXIT_ERROR
+
+
+def quick_loop() -> Any:
+    """uvloop's maker of event loops if it is installed; None: asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 async def _run(client: HttpClient, arguments: argparse.Namespace, load: Load) -> tuple[list[Outcome], str]:

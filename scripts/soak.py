@@ -1,0 +1,216 @@
+"""Put the server under load for minutes, on a device of made-up tokens at 50 steps a second, and see whether it bends.
+
+    python scripts/soak.py streams [--streams 500] [--seconds 120]    many streams at once
+    python scripts/soak.py overload [--seconds 30]                    three times the capacity, then normal load again
+
+streams   no token is lost or doubled; the gaps that are added to the device's 20 ms; memory of both server processes over
+          time; the loop's step time against a run without HTTP clients.
+overload  throughput before, and in the first seconds behind, an overload that is refused with 429.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tandem.bench.drive import percentiles
+from tandem.bench.load_http import HttpClient
+from tandem.bench.load_stream import Outcome, stream
+from tandem.bench.report import write_json
+
+STEP_S = 0.02
+SCRIPT = " ".join(f"{number:05d}" for number in range(20_000))
+
+
+def make_paced_loop(options: dict[str, Any], mailbox: Any, on_phase: Callable[[str], None] = lambda text: None) -> Any:
+    """As engine.build.make_loop on the null device, at STEP_S a step; every request counts aloud."""
+    from tandem.engine.build import make_loop
+    from tandem.engine.null_model import byte_tokenizer_json
+    from tandem.engine.text import Text
+
+    loop, card = make_loop({"device": "null", **options}, mailbox, on_phase)
+    runner: Any = loop.runner
+    script = Text(byte_tokenizer_json()).encode(SCRIPT)
+    runner._step_time, runner._script = STEP_S, script
+    return loop, card
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """The server, in a process of its own."""
+    from tandem.config import Settings
+    from tandem.serve.options import ServeOptions
+    from tandem.serve.server import serve as run
+
+    engine = {"max_num_seqs": arguments.rows, "kv_cache_memory": 8 << 30, "prefix_cache": False}
+    options = ServeOptions(port=arguments.port, max_requests=arguments.limit)
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        start = {"make": "soak:make_paced_loop", "options": engine}
+        return runner.run(run(Settings(device="null"), options, start=start))
+
+
+class Server:
+    """A server process of this script, and its engine's; their figures."""
+
+    def __init__(self, rows: int, limit: int, port: int = 8765) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, __file__, "serve", "--rows", str(rows), "--limit", str(limit), "--port", str(port)]
+        self.process = subprocess.Popen(command)
+
+    async def ready(self) -> HttpClient:
+        client = HttpClient(self.url)
+        for _ in range(200):
+            try:
+                if await client.request("GET", "/ready", b"", lambda data, now_s: None) == 200:
+                    return client
+            except OSError:
+                pass
+            await asyncio.sleep(0.1)
+        raise SystemExit("the server did not get ready")
+
+    def memory_mb(self) -> tuple[float, float]:
+        """Resident memory of the HTTP process and of its engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = [self.process.pid, *map(int, children)]
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+        sizes = [_resident_mb(pid) for pid in dict.fromkeys(found)]
+        return sizes[0], sum(sizes[1:])
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+
+
+def _resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+async def timeline_of(client: HttpClient) -> dict[str, float]:
+    """Counters of the engine, by /metrics."""
+    parts: list[bytes] = []
+    await client.request("GET", "/metrics", b"", lambda data, now_s: parts.append(data))
+    found: dict[str, float] = {}
+    for line in b"".join(parts).decode().splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            found[name.replace(f'model_name="null"', "").replace("{}", "")] = float(value)
+    return found
+
+
+async def _ask(client: HttpClient, tokens: int, *, keep: bool = False) -> Outcome:
+    body = {"prompt": "count", "max_tokens": tokens, "ignore_eos": True}
+    return await stream(client, "/v1/completions", body, 3600.0, keep_text=keep)
+
+
+async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
+    server = Server(rows=max(512, arguments.streams), limit=100_000)
+    try:
+        client = await server.ready()
+        tokens = int(arguments.seconds / STEP_S)
+        before = await timeline_of(client)
+        tasks = [asyncio.ensure_future(_ask(client, tokens, keep=True)) for _ in range(arguments.streams)]
+        memory = []
+        while not all(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=5.0)
+            memory.append((round(time.perf_counter(), 1), *server.memory_mb()))
+            print(f"  memory {memory[-1][1]:.0f} + {memory[-1][2]:.0f} MB", file=sys.stderr, flush=True)
+        after = await timeline_of(client)
+    finally:
+        server.stop()
+    outcomes = [task.result() for task in tasks]
+    wrong = [o for o in outcomes if o.error or "".join(o.text) != SCRIPT[:tokens] or o.usage_tokens != tokens]
+    gaps = [gap for o in outcomes for gap in o.chunk_gaps_s]
+    steps = {name: after[name] - before[name] for name in after if name.startswith("tandem:steps_total")}
+    parts = {name: value - before[name] for name, value in after.items() if "host_seconds_total" in name}
+    num_steps = sum(steps.values())
+    busy_s = sum(value for name, value in parts.items() if 'part="wait"' not in name)
+    return {
+        "streams": arguments.streams, "tokens_each": tokens, "wrong": len(wrong),
+        "errors": sorted({o.error for o in outcomes if o.error}),
+        "gap_ms": {name: value * 1e3 for name, value in percentiles(gaps).items()},
+        "added_p99_ms": percentiles(gaps)["p99"] * 1e3 - STEP_S * 1e3,
+        "events_per_s": sum(len(o.chunks_s) for o in outcomes) / (max(o.end_s for o in outcomes) - min(o.sent_s for o in outcomes)),
+        "tokens_per_chunk": sum(o.num_tokens for o in outcomes) / max(1, sum(len(o.chunks_s) for o in outcomes)),
+        "memory_mb": memory, "steps": num_steps, "host_ms_a_step": busy_s / max(1, num_steps) * 1e3,
+    }  # fmt: skip
+
+
+async def overload(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Capacity: rows of 50 tokens/s each. Requests of 100 tokens take 2 s, so 32 rows serve 16 a second."""
+    rows, tokens = 32, 100
+    server = Server(rows=rows, limit=2 * rows)
+    counts: list[tuple[float, int]] = []
+    refused = 0
+
+    async def one(client: HttpClient) -> None:
+        nonlocal refused
+        outcome = await _ask(client, tokens)
+        if outcome.error:
+            refused += 1
+        else:
+            counts.append((outcome.end_s, outcome.num_tokens))
+
+    async def phase(client: HttpClient, rate: float, seconds: float) -> list[asyncio.Task[None]]:
+        began_s, tasks = time.perf_counter(), []
+        while (now_s := time.perf_counter() - began_s) < seconds:
+            while len(tasks) < now_s * rate:
+                tasks.append(asyncio.ensure_future(one(client)))
+            await asyncio.sleep(0.01)
+        return tasks
+
+    try:
+        client = await server.ready()
+        normal = 0.9 * rows / (tokens * STEP_S)
+        tasks = await phase(client, normal, 10.0)
+        over_s = time.perf_counter()
+        tasks += await phase(client, 3 * rows / (tokens * STEP_S), arguments.seconds)
+        normal_s, num_refused = time.perf_counter(), refused
+        tasks += await phase(client, normal, 10.0)
+        await asyncio.gather(*tasks)
+    finally:
+        server.stop()
+
+    def speed(from_s: float, to_s: float) -> float:
+        return sum(count for when_s, count in counts if from_s <= when_s < to_s) / (to_s - from_s)
+
+    before = speed(over_s - 6.0, over_s)
+    return {
+        "before_tokens_per_s": before, "overload_tokens_per_s": speed(over_s + 2.0, normal_s), "refused": num_refused,
+        "refused_behind": refused - num_refused, "behind_tokens_per_s": speed(normal_s + 5.0, normal_s + 10.0),
+        "first_5_s_tokens_per_s": speed(normal_s, normal_s + 5.0),
+        "recovered_share": speed(normal_s + 5.0, normal_s + 10.0) / before if before else 0.0,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("streams", "overload", "serve"))
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--json", help="write the figures there")
+    for name in ("rows", "limit", "port"):
+        parser.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.what == "serve":
+        return serve(arguments)
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run({"streams": streams, "overload": overload}[arguments.what](arguments))
+    print(json.dumps({name: value for name, value in found.items() if name != "memory_mb"}, indent=1))
+    if arguments.json:
+        write_json(arguments.json, "python scripts/soak.py " + " ".join(sys.argv[1:]), found, vars(arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
