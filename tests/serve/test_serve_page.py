@@ -57,7 +57,7 @@ async def test_live_tells_figures_and_steps_but_no_prompt() -> None:
         assert len(numbers) > 20 and numbers == sorted(set(numbers))
         for before, after in zip(found["steps"], found["steps"][1:], strict=False):
             _, spans, tokens, decodes, plan, planned, submitted, *_, began, computed, home = after
-            assert plan <= planned <= submitted <= began < computed <= home + 100 <= found["now_us"] + 1_000_000
+            assert plan <= planned <= submitted and planned <= began < computed <= home + 100
             assert spans >= 1 and tokens >= decodes and began >= before[-2]
         await asyncio.sleep(0.2)
         more = (await client.get(f"/live?after={numbers[-1]}")).json()

@@ -67,12 +67,15 @@ class AsyncStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def feed(self, update: Update) -> None:
-        self._backlog.put(update)
-        self._wake()
+        if not self._backlog.ended:
+            self._backlog.put(update)
+            self._wake()
 
     def end(self, error: TandemError | None) -> None:
-        self._backlog.end(error)
-        self._wake()
+        """Behind the first end nothing comes any more, be it another end."""
+        if not self._backlog.ended:
+            self._backlog.end(error)
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -96,8 +99,7 @@ class AsyncStream:
                 self._waiter = None
 
     def abort(self) -> None:
-        if not self._backlog.ended:
-            self._abort(self._job)
+        self._abort(self._job)
 
 
 class BlockingStream:

@@ -8,6 +8,7 @@ the engine dies, or its step is overdue (stall_timeout)
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -160,6 +161,8 @@ async def _run(
         if serving.done():
             serving.result()
             return 1
+    gc.collect()
+    gc.freeze()  # what start-up made lives as long as we do: no collection may stop all streams to scan it
     on_ready(listener.getsockname()[1])
     told = asyncio.ensure_future(signals.get())
     dead = asyncio.ensure_future(_until_dead(service))
