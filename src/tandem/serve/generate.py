@@ -183,7 +183,9 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
             job.show.explain = lambda: journey.account(engine)
         reply = job.make_reply(asks, job.show)
         service.journeys.keep(reply.id, journey)
-        updates = _naming(service.updates(asks, body.timeout_s), job)
+        updates = service.updates(asks, body.timeout_s)
+        if job.params.constraint is not None:
+            updates = _naming(updates, job)
         held = stack.pop_all()
 
     def end(error: Exception | None) -> None:
@@ -241,7 +243,7 @@ async def _naming(
             async for item in updates:
                 yield item
     except RequestError as error:
-        if error.code == "invalid_value" and error.param is None and job.params.constraint is not None:
+        if error.code == "invalid_value" and error.param is None:
             error.param = job.constraint_param
         raise
 
