@@ -140,3 +140,11 @@ def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         )
         assert "llguidance" in error["message"]
         served.canary()
+
+
+def test_the_engine_reports_what_it_is_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report with the last step must not be the last: the row of a bound request leaves behind it."""
+    monkeypatch.setattr("tandem.engine.loop.REPORT_S", 0.0)
+    with serving(max_model_len=256) as served:
+        served.chat(guided_choice=["yes", "no"], max_tokens=9)
+        assert served.at_rest()["engine"]["planner"]["num_running"] == 0

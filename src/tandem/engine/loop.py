@@ -56,7 +56,7 @@ class Loop:
         self._live: set[str] = set()
         self._closing = self._closed = False
         self._reported_s = 0.0
-        self._reported = (-1, -1)
+        self._is_reported = False
         self._num_steps = self._num_tokens = self._num_finished = self._num_failed_checks = 0
 
     def turn(self) -> bool:
@@ -83,7 +83,9 @@ class Loop:
         collect = bool(self._flight) and (plan is None or len(self._flight) == self.runner.depth)
         if collect:
             self._settle()
-        return mailed or plan is not None or collect
+        busy = mailed or plan is not None or collect
+        self._is_reported &= not busy  # the planner may tidy up behind the last step, too
+        return busy
 
     def _settle(self) -> None:
         """Wait for the oldest step, commit it, deliver its news."""
@@ -152,7 +154,7 @@ class Loop:
             self.mailbox.wait(POLL_S)
             return
         now_s = time.perf_counter()
-        if self._reported != (self._num_steps, self._num_finished):
+        if not self._is_reported:
             self._report(now_s)
         if now_s - self.progress_s < IDLE_CHECK_S:
             self.mailbox.wait(IDLE_CHECK_S)
@@ -199,7 +201,7 @@ class Loop:
         return not self._flight and self.planner.idle and self._admission.idle
 
     def _report(self, now_s: float) -> None:
-        self._reported_s, self._reported = now_s, (self._num_steps, self._num_finished)
+        self._reported_s, self._is_reported = now_s, True
         self.mailbox.report(self.statistics())
 
     def statistics(self) -> dict[str, Any]:
