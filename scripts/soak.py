@@ -1,10 +1,10 @@
 """Put the server under load for minutes, on a device of made-up tokens at 50 steps a second, and see whether it bends.
 
-    python scripts/soak.py streams [--streams 500] [--seconds 120]    many streams at once
+    python scripts/soak.py streams [--streams 500] [--seconds 120]      many streams at once, begun anew
     python scripts/soak.py overload [--seconds 30]                    three times the capacity, then normal load again
 
-streams   no token is lost or doubled; the gaps that are added to the device's 20 ms; memory of both server processes over
-          time; the loop's step time against a run without HTTP clients.
+streams   no token is lost or doubled; the gaps that are added to the device's 20 ms; memory of both server processes;
+          the time of a step, which is the device's 20 ms while the host keeps up.
 overload  throughput before, and in the first seconds behind, an overload that is refused with 429.
 """
 
@@ -102,7 +102,7 @@ async def timeline_of(client: HttpClient) -> dict[str, float]:
     for line in b"".join(parts).decode().splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
-            found[name.replace(f'model_name="null"', "").replace("{}", "")] = float(value)
+            found[name.replace('model_name="null"', "").replace("{}", "")] = float(value)
     return found
 
 
@@ -115,9 +115,15 @@ async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
     server = Server(rows=max(512, arguments.streams), limit=100_000)
     try:
         client = await server.ready()
-        tokens = int(arguments.seconds / STEP_S)
+        tokens, end_s = arguments.tokens, time.perf_counter() + arguments.seconds
         before = await timeline_of(client)
-        tasks = [asyncio.ensure_future(_ask(client, tokens, keep=True)) for _ in range(arguments.streams)]
+        outcomes: list[Outcome] = []
+
+        async def work() -> None:
+            while time.perf_counter() < end_s:
+                outcomes.append(await _ask(client, tokens, keep=True))
+
+        tasks = [asyncio.ensure_future(work()) for _ in range(arguments.streams)]
         memory = []
         while not all(task.done() for task in tasks):
             await asyncio.wait(tasks, timeout=5.0)
@@ -126,22 +132,37 @@ async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
         after = await timeline_of(client)
     finally:
         server.stop()
-    outcomes = [task.result() for task in tasks]
+    for task in tasks:
+        task.result()
     wrong = [o for o in outcomes if o.error or "".join(o.text) != SCRIPT[:tokens] or o.usage_tokens != tokens]
     gaps = [gap for o in outcomes for gap in o.chunk_gaps_s]
-    steps = {name: after[name] - before[name] for name in after if name.startswith("tandem:steps_total")}
-    parts = {name: value - before[name] for name, value in after.items() if "host_seconds_total" in name}
-    num_steps = sum(steps.values())
-    busy_s = sum(value for name, value in parts.items() if 'part="wait"' not in name)
+
+    def grown(*words: str, without: str = "-") -> float:
+        return sum(
+            value - before[name]
+            for name, value in after.items()
+            if any(word in name for word in words) and without not in name
+        )
+
+    num_chunks = sum(len(o.chunks_s) for o in outcomes)
+    num_steps = max(1.0, grown("tandem:steps_total"))
+    on_device_s = grown("device_active_seconds_total", "device_idle_seconds_total", without='cause="nothing"')
     return {
         "streams": arguments.streams, "tokens_each": tokens, "wrong": len(wrong),
         "errors": sorted({o.error for o in outcomes if o.error}),
         "gap_ms": {name: value * 1e3 for name, value in percentiles(gaps).items()},
         "added_p99_ms": percentiles(gaps)["p99"] * 1e3 - STEP_S * 1e3,
-        "events_per_s": sum(len(o.chunks_s) for o in outcomes) / (max(o.end_s for o in outcomes) - min(o.sent_s for o in outcomes)),
-        "tokens_per_chunk": sum(o.num_tokens for o in outcomes) / max(1, sum(len(o.chunks_s) for o in outcomes)),
-        "memory_mb": memory, "steps": num_steps, "host_ms_a_step": busy_s / max(1, num_steps) * 1e3,
+        "events_per_s": num_chunks / (max(o.end_s for o in outcomes) - min(o.sent_s for o in outcomes)),
+        "tokens_per_chunk": sum(o.num_tokens for o in outcomes) / max(1, num_chunks),
+        "memory_mb": memory, "memory_first_half_mb": _mean(memory[: len(memory) // 2]), "memory_second_half_mb":
+        _mean(memory[len(memory) // 2 :]), "steps": num_steps, "step_ms": on_device_s / num_steps * 1e3,
+        "host_ms_a_step": grown("host_seconds_total", without='part="wait"') / num_steps * 1e3,
+        "requests": len(outcomes),
     }  # fmt: skip
+
+
+def _mean(memory: list[tuple[float, float, float]]) -> list[float]:
+    return [round(sum(sizes) / max(1, len(sizes)), 1) for sizes in list(zip(*memory, strict=True))[1:]]
 
 
 async def overload(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -195,6 +216,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("streams", "overload", "serve"))
     parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of each answer")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--json", help="write the figures there")
     for name in ("rows", "limit", "port"):
