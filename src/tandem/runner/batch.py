@@ -142,7 +142,7 @@ class Packer:
         num_tokens = int(query_starts_S1[-1])
         firsts_T = np.repeat(starts_S - query_starts_S1[:-1], counts_S)
         ids_T = np.full(num_tokens, CARRIED, dtype=np.int64)
-        for index in np.flatnonzero(~carried_S):
+        for index in np.flatnonzero(~carried_S).tolist():
             span, first = spans[index], query_starts_S1[index]
             known = self.rows[span.row].tokens[span.start : span.start + span.length]
             ids_T[first : first + len(known)] = known

@@ -83,7 +83,10 @@ def _load(
 ) -> Decoder:
     try:
         model = build(
-            spec, dtype, device, linear=linear_scheme(settings.quantize, device, settings.deterministic),
+            spec,
+            dtype,
+            device,
+            linear=linear_scheme(settings.quantize, device, settings.deterministic),
             max_length=settings.max_model_len,
         )
     except torch.OutOfMemoryError as error:
