@@ -1,6 +1,11 @@
-"""Settings for every test: threads that yield their core, and no GPU tests without a GPU."""
+"""Settings for every test: one arithmetic thread a process, Ctrl-C as in a terminal, no GPU tests without a GPU."""
 
 import os
+import signal
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported; pytest runs two processes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell's background; children would, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -1,6 +1,7 @@
 """The command line: help, errors and exit statuses, and whole commands on the null runner and a tiny random model."""
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -89,6 +90,14 @@ def test_every_setting_is_an_option() -> None:
         (["run", *NULL, "--temperature", "-1", "hi"], "temperature is -1.0"),
         (["bench", "of"], "offline"),
         (["bench"], "offline"),
+        (["run", *NULL, ""], "prompt is empty"),
+        (["run", *NULL, "--model", "", "hi"], "model is empty"),
+        (["run", *NULL, "caf\udce9"], "not UTF-8"),
+        (["trace", "--requests", "0"], "at least 1"),
+        (["bench", "offline", "--requests", "8", "0"], "at least 1"),
+        (["bench", "offline", "--depths", "7"], "from 0 to 4"),
+        (["bench", "offline", "--prompt", "many"], "no length"),
+        (["bench", "serve", "--base-url", "somewhere"], "no base URL"),
     ],
 )
 def test_wrong_usage_is_explained_and_exits_with_2(
@@ -104,12 +113,50 @@ def test_errors_exit_with_1_and_teach(capsys: pytest.CaptureFixture[str], monkey
     assert main(["run", "--model", "/no/such/folder.gguf", "hi"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "/no/such/folder.gguf" in err and "Traceback" not in err
-    assert main(["run", *NULL, ""]) == 1
     assert main(["run", *NULL, "--max-model-len", "8", "a text longer than eight bytes"]) == 1
-    assert "the limit is 8" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "the limit is 8" in err and "/reset" not in err
+    assert main(["bench", "host", "--batch", "1", "--waiting", "0", "--steps", "3", "--json", "/dev/null/x"]) == 1
+    err = capsys.readouterr().err
+    assert "error: File exists: /dev/null" in err and "internal" not in err
     monkeypatch.setenv("TANDEM_DEBUG", "1")
     with pytest.raises(TandemError):
         main(["run", *NULL, ""])
+
+
+def test_an_unexpected_error_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandem.cli.run as run
+
+    def fail(*words: Any, **more: Any) -> None:
+        raise ValueError("the first line\nand more")
+
+    monkeypatch.setattr(run, "BlockingEngine", fail)
+    assert main(["run", *NULL, "hi"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "internal error: ValueError: the first line" and "TANDEM_DEBUG=1" in lines[1] and len(lines) == 2
+    monkeypatch.setenv("TANDEM_DEBUG", "1")
+    with pytest.raises(ValueError, match="first line"):
+        main(["run", *NULL, "hi"])
+
+
+def test_help_shows_the_defaults_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(["run", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "random weights (default: 0)" in text and "CUDA graphs (default: on)" in text
+    assert (
+        "batch-invariant kernels) (default: off)" in text
+        and "longest prompt plus answer, in tokens (default: auto)" in text
+    )
+
+
+def test_a_context_that_the_cache_shortened_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = BlockingEngine(device="null")
+    per_block = engine.card.settings["facts"]["kv_bytes_per_token"] * 16
+    engine.close()
+    small = ["run", *NULL, "--kv-cache-memory", str(4 * per_block)]
+    assert main([*small, "x" * 500]) == 1
+    err = capsys.readouterr().err
+    assert "the limit is 64" in err and "what the KV cache holds" in err and "--kv-cache-memory" in err
 
 
 def test_run_streams_one_answer_to_stdout() -> None:
@@ -127,6 +174,49 @@ def test_what_is_piped_in_stands_behind_the_prompt() -> None:
     piped = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "8", "--raw", "one", text="two\n")
     alone = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "8", "--raw", text="one\ntwo\n")
     assert both.stdout == piped.stdout == alone.stdout
+
+
+@pytest.mark.parametrize("text", [b"caf\xe9", b"\xff\xfe"])
+def test_piped_text_that_is_not_utf8_is_explained(text: bytes) -> None:
+    words = [sys.executable, "-m", "tandem", "run", *NULL, "hello"]
+    for locale in ("C", "C.UTF-8"):  # Python reads stdin in another way under each
+        environment = {**os.environ, "LC_ALL": locale}
+        done = subprocess.run(words, input=text, capture_output=True, env=environment, timeout=60)
+        assert done.returncode == 2 and b"not UTF-8" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_letters_that_the_terminal_lacks_are_no_error() -> None:
+    done = tandem_process("bench", "host", "--help", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "examples:" in done.stdout and not done.stderr
+
+
+SLOW_LOAD = """
+import sys, threading
+import torch
+import tandem.engine.build as build
+
+def load(settings, mailbox, on_phase):
+    print("loading", flush=True)
+    weights_VH = torch.zeros(1200, 1200)
+    while True:
+        weights_VH @ weights_VH  # native code, now and then with the interpreter
+
+build.make_loop = load
+from tandem.__main__ import program
+sys.argv = ["tandem", "run", "hello"]
+sys.exit(program())
+"""
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.05, 0.3])
+def test_interrupt_while_the_model_loads_ends_with_130(wait_s: float) -> None:
+    words = [sys.executable, "-c", SLOW_LOAD]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(7) == b"loading"
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and not err.strip()
 
 
 def test_interrupt_ends_with_130() -> None:
@@ -245,11 +335,13 @@ def test_info_says_what_is_in_force(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pull_prints_where_the_model_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tandem.weights.pull import EMBEDDED_BYTES, EMBEDDED_FILE
+    from tandem.weights import pull as pulling
+    from tandem.weights.pull import EMBEDDED_FILE
 
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    with (tmp_path / EMBEDDED_FILE).open("wb") as file:
-        file.truncate(EMBEDDED_BYTES)  # whole by its size: found without fetching
+    monkeypatch.setattr(pulling, "EMBEDDED_BYTES", 5)
+    monkeypatch.setattr(pulling, "EMBEDDED_SHA256", hashlib.sha256(b"model").hexdigest())
+    (tmp_path / EMBEDDED_FILE).write_bytes(b"model")  # whole by its hash: found without fetching
     assert main(["pull"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / EMBEDDED_FILE)
 
@@ -265,6 +357,41 @@ def test_trace_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
     figures = json.loads((tmp_path / "timeline-figures.json").read_text())
     assert figures["new_tokens"] == 18 and 0.0 < figures["timeline"]["device_active_share"] <= 1.0
     assert figures["settings"]["settings"]["depth"] == 2
+
+
+def test_trace_without_matplotlib_says_so_before_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["trace", *NULL, "--requests", "2", "--prompt", "5", "--new", "6", "--out", str(tmp_path)]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("note: no picture") and 'pip install "tandem-llm[plot]"' in err
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.json", "timeline-figures.json"}
+    assert "timeline.png" not in out
+    assert main(["bench", "offline", *NULL, "--plot", str(tmp_path / "x.png")]) == 1
+    out, err = capsys.readouterr()
+    assert "matplotlib is not installed" in err and not out and "depth" not in err
+
+
+def test_bench_offline_warns_on_a_busy_machine_and_keeps_what_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tandem.cli.bench_offline as offline
+    from tandem.bench import machine
+
+    def fail(*words: Any) -> None:
+        raise TandemError("the peer failed.")
+
+    monkeypatch.setattr(offline, "_run_peers", fail)
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (100.0 * machine.num_cores(), 0.0, 0.0))
+    words = ["bench", "offline", *NULL, "--requests", "2", "--prompt", "4", "--new", "4", "--repeats", "1"]
+    assert main(words) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("warning: this machine is busy") and "error: the peer failed." in err
+    assert "tandem (depth 2)" in out and "tok/s" in out
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert machine.load_warning() is None
 
 
 def test_start_is_quick() -> None:

@@ -124,7 +124,7 @@ def test_offline_command_on_the_null_runner(tmp_path: Path, capsys: pytest.Captu
     assert paths[1].stat().st_size > 5000
     assert main(["bench", "offline", "--device", "null", "--chat", "--new", "4", "--requests", "3"]) == 0
     assert "chat 3 -> 4" in capsys.readouterr().out
-    assert main(["bench", "offline", "--device", "null", "--compare", "transformers", "--new", "4"]) == 1
+    assert main(["bench", "offline", "--device", "null", "--compare", "transformers", "--new", "4"]) == 2
     assert "random weights" in capsys.readouterr().err
 
 

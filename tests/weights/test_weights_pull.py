@@ -65,7 +65,7 @@ def no_hub(model, weights, on_progress):
 
 
 def left_in(cache: Path) -> set[str]:
-    return {path.name for path in cache.iterdir()} - {".pull.lock"}
+    return {path.name for path in cache.iterdir()} - {".pull.lock", pulling._STAMP}
 
 
 def test_fetched_whole_once_with_progress(fake: Path, tmp_path: Path) -> None:
@@ -83,6 +83,31 @@ def test_a_file_of_another_size_is_fetched_anew(fake: Path) -> None:
     (fake / pulling.EMBEDDED_FILE).write_bytes(CONTENT[:-1])
     assert pulling.embedded_path() is None
     assert pulling.pull().read_bytes() == CONTENT
+
+
+def test_changed_bytes_of_the_same_size_are_not_used(fake: Path, caplog, monkeypatch) -> None:
+    path = pulling.pull()
+    hashed = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(pulling.hashlib, "file_digest", lambda file, name: hashed.append(1) or digest(file, name))
+    assert pulling.embedded_path() == path and len(hashed) == 1  # the stamp is made at the first use
+    assert pulling.embedded_path() == path and len(hashed) == 1  # and spares the next one the work
+    path.write_bytes(b"x" + CONTENT[1:])
+    assert pulling.embedded_path() is None and "other bytes" in caplog.text
+    assert pulling.pull().read_bytes() == CONTENT
+    os.utime(path, ns=(1, 1))
+    num = len(hashed)
+    assert pulling.embedded_path() == path and len(hashed) == num + 1
+
+
+def test_a_cache_that_may_only_be_read_is_used(fake: Path, monkeypatch) -> None:
+    path = pulling.pull()
+
+    def refuse(*args, **more):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(pulling.Path, "write_text", refuse)
+    assert pulling.embedded_path() == path
 
 
 def test_wrong_hash_is_an_error_and_leaves_nothing(fake: Path, monkeypatch) -> None:

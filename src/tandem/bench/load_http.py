@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.errors import TandemError
+from tandem.errors import SettingError
 
 OnBody = Callable[[bytes, float], None]
 
@@ -85,13 +85,9 @@ class HttpClient:
     """Talks to one server. base_url: http(s)://host[:port][/prefix]; headers go with every request."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
-        try:
-            import httptools  # noqa: F401
-        except ImportError as error:
-            raise TandemError("httptools is not installed.", hint='pip install "tandem-llm[serve]"') from error
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise TandemError(f"{base_url!r} is no base URL.", hint="write it as http://127.0.0.1:8000.")
+            raise SettingError(f"{base_url!r} is no base URL.", hint="write it as http://127.0.0.1:8000.")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None

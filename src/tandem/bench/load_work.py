@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import TandemError
+from tandem.errors import SettingError, TandemError
 
 TEXT = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
@@ -57,7 +57,7 @@ def random_asks(
         tokens: Any = None
         if ids is not None:
             if chat:
-                raise TandemError("token ids need --endpoint completions.")
+                raise SettingError("token ids need --endpoint completions.")
             tokens = [draw.randint(*ids) for _ in range(length)]
         text = " ".join(draw.choice(WORDS) for _ in range(length)) if tokens is None else ""
         found.append(_ask(chat, tokens or text, wanted, extra or {}))

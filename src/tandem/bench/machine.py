@@ -11,6 +11,8 @@ from typing import Any
 
 import tandem
 
+BUSY_LOAD = 0.5  # a core
+
 
 def machine_facts() -> dict[str, Any]:
     """Facts stored with every benchmark. Loads torch only if it is loaded already."""
@@ -41,6 +43,14 @@ def machine_facts() -> dict[str, Any]:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_warning() -> str | None:
+    """A line for people if others use this machine: their work is in the figures. None if it is quiet."""
+    load, cores = os.getloadavg()[0], num_cores()
+    if load <= BUSY_LOAD * cores:
+        return None
+    return f"warning: this machine is busy: load {load:.1f} on {cores} cores; the figures will be too low and uneven."
 
 
 def cpu_model() -> str:

@@ -16,7 +16,7 @@ def plot_speeds(comparisons: Sequence[Comparison], path: str | Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TandemError("matplotlib is not installed.", hint='pip install -e ".[plot]"') from error
+        raise TandemError("matplotlib is not installed.", hint='pip install "tandem-llm[plot]"') from error
     figure = Figure(figsize=(4.4 + 2.2 * len(comparisons), 4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

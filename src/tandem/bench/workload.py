@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.errors import TandemError
+from tandem.errors import SettingError
 
 CHAT_TOPICS = (
     "the capital of France", "why the sky is blue", "how bread rises", "prime numbers", "the water cycle", "a good tea",
@@ -99,12 +99,12 @@ def chat(prompts: Sequence[Sequence[int]], max_tokens: int) -> Workload:
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """'64' → (64, 64), '100-1024' → (100, 1024). Raises TandemError."""
+    """'64' → (64, 64), '100-1024' → (100, 1024). Raises SettingError."""
     low, _, high = text.partition("-")
     try:
         found = int(low), int(high or low)
     except ValueError:
         found = 0, 0
     if not 1 <= found[0] <= found[1]:
-        raise TandemError(f"{text!r} is no length.", hint="write a number, as 64, or a range, as 100-1024.")
+        raise SettingError(f"{text!r} is no length.", hint="write a number, as 64, or a range, as 100-1024.")
     return found

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
+    except Exception as error:
+        return _explain_unexpected(error)
 
 
 def dispatch(program: str, commands: Mapping[str, tuple[str, str]], words: Sequence[str], examples: str = "") -> int:
@@ -102,6 +104,19 @@ def _explain(error: TandemError) -> int:
         print(f"hint: {error.hint}", file=sys.stderr)
     wrong_usage = isinstance(error, SettingError | RequestError)
     return EXIT_USAGE if wrong_usage and not isinstance(error, ContextLengthError | CapacityError) else EXIT_ERROR
+
+
+def _explain_unexpected(error: Exception) -> int:
+    """The system's errors with a file's name are the user's; all others are ours."""
+    if debugging():
+        raise error
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, OSError) and error.filename is not None:
+        print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return EXIT_ERROR
+    print(f"internal error: {type(error).__name__}{': ' if reason else ''}{reason}", file=sys.stderr)
+    print("hint: TANDEM_DEBUG=1 shows the traceback; please report it.", file=sys.stderr)
+    return EXIT_ERROR
 
 
 def debugging() -> bool:

@@ -8,7 +8,7 @@ import sys
 
 from tandem.bench.decode import decode_table, measure_decode
 from tandem.bench.report import write_json
-from tandem.cli.options import add_settings, settings_of
+from tandem.cli.options import add_settings, count, settings_of
 from tandem.request import SamplingParams
 
 EPILOG = """
@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", nargs="+", default=[None], metavar="MODEL", help="as --model; default: the embedded one"
     )
     group.add_argument(
-        "--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="requests at once (default: 1 8 32)"
+        "--batch", type=count, nargs="+", default=[1, 8, 32], metavar="N", help="requests at once (default: 1 8 32)"
     )
     group.add_argument(
-        "--prompt", type=int, metavar="N", help="prompt tokens (default: 256; 1024 for batches above 32)"
+        "--prompt", type=count, metavar="N", help="prompt tokens (default: 256; 1024 for batches above 32)"
     )
-    group.add_argument("--new", type=int, metavar="N", help="new tokens (default: 512; 2048 for batches of 9 to 32)")
+    group.add_argument("--new", type=count, metavar="N", help="new tokens (default: 512; 2048 for batches of 9 to 32)")
     group.add_argument("--depth", type=int, default=2, choices=(1, 2, 3, 4), help="steps in flight (default: 2)")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="as in tandem run (default: 1)")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.bench.host import HostFigure, measure_host
 from tandem.bench.report import Cell, table, write_json
-from tandem.cli.options import add_settings, settings_of
+from tandem.cli.options import add_settings, count, settings_of
 
 EPILOG = """
 examples:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measurement")
     group.add_argument(
         "--batch",
-        type=int,
+        type=count,
         nargs="+",
         default=[32, 256, 1024],
         metavar="N",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests in the queue (default: 0 50000)",
     )
-    group.add_argument("--steps", type=int, default=300, metavar="N", help="steps to measure (default: 300)")
+    group.add_argument("--steps", type=count, default=300, metavar="N", help="steps to measure (default: 300)")
     group.add_argument("--json", metavar="PATH", help="write all figures, settings and the machine there")
     add_settings(parser, without=("device", "max_num_seqs", "max_waiting", "max_model_len", "kv_cache_memory"))
 

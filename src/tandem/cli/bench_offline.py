@@ -12,10 +12,12 @@ from typing import Any
 from tandem.bench import offline
 from tandem.bench.bed import STATIC, Bed
 from tandem.bench.compare_llama import run_llama
+from tandem.bench.machine import load_warning
 from tandem.bench.report import write_json
 from tandem.bench.workload import Workload, chat, chat_messages, fixed, parse_range, random_lengths
-from tandem.cli.options import EXIT_ERROR, add_settings, settings_of
-from tandem.errors import TandemError
+from tandem.cli.options import EXIT_ERROR, add_settings, count, settings_of
+from tandem.errors import SettingError, TandemError
+from tandem.observe.picture import can_draw
 
 EPILOG = """
 examples:
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--requests",
-        type=int,
+        type=count,
         nargs="+",
         default=[32],
         metavar="N",
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of random.Random (default: 0)")
     group = parser.add_argument_group("measurement")
     group.add_argument(
-        "--batch", type=int, default=None, metavar="N", help="most requests in a step (default: all, at most 256)"
+        "--batch", type=count, default=None, metavar="N", help="most requests in a step (default: all, at most 256)"
     )
     group.add_argument(
         "--depths",
@@ -54,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="steps in flight; 0: static batching (default: 0 1 2)",
     )
-    group.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each, the best counts (default: 1)")
+    group.add_argument(
+        "--repeats", type=count, default=2, metavar="N", help="runs of each, the best counts (default: 2)"
+    )
     group.add_argument(
         "--compare", choices=PEERS, action="append", default=[], help="a peer to run as well; may be given again"
     )
@@ -68,22 +72,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     counts = sorted(set(arguments.requests))
-    if counts[0] < 1 or not set(arguments.depths) <= {0, 1, 2, 3, 4}:
-        raise TandemError("there must be at least 1 request, and depths lie in 0..4.")
     batch = arguments.batch or min(max(counts), 256)
     depths = sorted(set(arguments.depths))
     settings = settings_of(arguments, **_length(arguments))
+    _check(arguments)
+    if arguments.plot and not can_draw():
+        raise TandemError("matplotlib is not installed; --plot needs it.", hint='pip install "tandem-llm[plot]"')
+    if warning := load_warning():
+        _say(warning)
     with Bed(settings, batch, padded=STATIC in depths, depth=max(1, *depths), on_phase=_say) as bed:
-        workloads = [_workload(arguments, count, bed) for count in counts]
+        workloads = [_workload(arguments, number, bed) for number in counts]
+        path = offline.weights_path(bed)
+        if arguments.compare and path is None:
+            raise SettingError("random weights exist here only; a peer needs a file or folder.", hint="give --model.")
         bed.warm(workloads[-1])
         options = {"eos": bed.built.source.eos_ids, "repeats": arguments.repeats}
         comparisons = [
-            offline.compare_batching(bed, workload, depths, batch=min(batch, count), on_run=_say, **options)
-            for workload, count in zip(workloads, counts, strict=True)
+            offline.compare_batching(bed, workload, depths, batch=min(batch, number), on_run=_say, **options)
+            for workload, number in zip(workloads, counts, strict=True)
         ]
-        resolved, path = bed.settings, offline.weights_path(bed)
-    _run_peers(arguments, comparisons, path, resolved)
+        resolved = bed.settings
+    try:
+        _run_peers(arguments, comparisons, path, resolved)
+    except BaseException:  # what was measured until then is not thrown away
+        _report(arguments, comparisons, resolved)
+        raise
     return _report(arguments, comparisons, resolved)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse wrong usage before anything is loaded."""
+    if not set(arguments.depths) <= {0, 1, 2, 3, 4}:
+        raise SettingError(f"depths are {arguments.depths}; each must be from 0 to 4.")
+    lengths = (*parse_range(arguments.prompt), *parse_range(arguments.new))
+    fixed_lengths = lengths[0] == lengths[1] and lengths[2] == lengths[3] and not arguments.chat
+    if "llama.cpp" in arguments.compare and not fixed_lengths:
+        raise SettingError("llama-batched-bench computes fixed lengths.", hint="give --prompt N and --new N.")
 
 
 def _say(text: str) -> None:
@@ -116,9 +140,6 @@ def encode_chats(bed: Bed, count: int, seed: int) -> list[list[int]]:
 def _run_peers(
     arguments: argparse.Namespace, comparisons: list[offline.Comparison], path: Path | None, resolved: dict[str, Any]
 ) -> None:
-    if arguments.compare and path is None:
-        raise TandemError("random weights exist here only; a peer needs a file or folder.", hint="give --model.")
-    assert path is not None or not arguments.compare
     settings = resolved["settings"]
     if "transformers" in arguments.compare and path is not None:
         from tandem.bench.compare_transformers import Transformers
@@ -129,8 +150,6 @@ def _run_peers(
             offline.add_transformers(comparison, peer, arguments.repeats, _say)
     if "llama.cpp" in arguments.compare and path is not None:
         prompt, new = parse_range(arguments.prompt), parse_range(arguments.new)
-        if prompt[0] != prompt[1] or new[0] != new[1] or arguments.chat:
-            raise TandemError("llama-batched-bench computes fixed lengths.", hint="give --prompt N and --new N.")
         _say("running llama.cpp")
         counts = [len(comparison.workload.asked) for comparison in comparisons]
         figures = run_llama(

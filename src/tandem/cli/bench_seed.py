@@ -11,7 +11,8 @@ from pathlib import Path
 from tandem.bench.offline import lines_about_tokens
 from tandem.bench.report import write_json
 from tandem.bench.seed import run_seed, write_pictures
-from tandem.cli.options import EXIT_ERROR, add_settings, settings_of
+from tandem.cli.options import EXIT_ERROR, add_settings, count, settings_of
+from tandem.observe.picture import can_draw
 from tandem.observe.trace_file import write_trace
 
 EPILOG = """
@@ -24,9 +25,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measurement")
     group.add_argument("--model-config", metavar="NAME", help="a built-in shape with random weights, as llama-3.1-8b")
-    group.add_argument("--tokens", type=int, default=8192, metavar="N", help="new tokens a request (default: 8192)")
-    group.add_argument("--batch", type=int, default=32, metavar="N", help="requests (default: 32)")
-    group.add_argument("--prompt", type=int, default=256, metavar="N", help="prompt tokens (default: 256)")
+    group.add_argument("--tokens", type=count, default=8192, metavar="N", help="new tokens a request (default: 8192)")
+    group.add_argument("--batch", type=count, default=32, metavar="N", help="requests (default: 32)")
+    group.add_argument("--prompt", type=count, default=256, metavar="N", help="prompt tokens (default: 256)")
     group.add_argument(
         "--depths",
         type=int,
@@ -53,8 +54,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         folder = Path(arguments.out)
         write_json(folder / "seed.json", "tandem " + " ".join(sys.argv[1:]), result.as_dict(), result.settings)
-        for path in write_pictures(result, folder):
-            print(path)
+        if can_draw():
+            print(*write_pictures(result, folder), sep="\n")
+        else:
+            print('note: no pictures, for want of matplotlib: pip install "tandem-llm[plot]"', file=sys.stderr)
         for run in result.comparison.runs:
             if run.timeline is not None:
                 write_trace(run.timeline, folder / f"{run.name.split(' (')[0]}-{run.timeline.depth}.trace.json")

@@ -100,11 +100,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def quick_loop() -> Any:
-    """uvloop's maker of event loops if it is installed; None: asyncio's own."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
+    """uvloop's maker of event loops."""
+    import uvloop
+
     return uvloop.new_event_loop
 
 

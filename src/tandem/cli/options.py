@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from tandem.config import GROUPS, Settings
+from tandem.config import AUTO, GROUPS, Settings
 from tandem.request import SamplingParams
 
 KINDS = {"str": str, "int": int, "float": float}
@@ -52,6 +52,14 @@ class Parser(argparse.ArgumentParser):
         return "put a prompt of several words into quotes."
 
 
+def count(text: str) -> int:
+    """argparse's type for numbers of things: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is given; it must be at least 1")
+    return number
+
+
 def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
@@ -79,16 +87,27 @@ def _declare(f: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
     if kind == "bool":
         declared["action"] = argparse.BooleanOptionalAction
     elif metadata.get("choices"):
-        declared |= {"choices": metadata["choices"], "type": str}
+        choices = metadata["choices"] if f.default is not None else (AUTO, *metadata["choices"])
+        declared |= {"choices": choices, "type": str}
     else:
         declared["type"] = str if metadata.get("unit") == "bytes" else KINDS[kind]
+        if f.default is None and declared["type"] is int:
+            declared["type"] = integer_or_auto
         declared["metavar"] = {"str": "TEXT", "int": "N", "float": "X"}[kind]
         if metadata.get("unit") == "bytes":
             declared["metavar"] = "BYTES"
     if "default" not in text:
-        shown = {True: "on", False: "off", None: "auto"}.get(default, default)
+        shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+        shown = "auto" if default is None else shown
         text = f"{text} (default: {shown})"
     return declared | {"help": text}
+
+
+def integer_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+integer_or_auto.__name__ = "int"  # as argparse names it in an error
 
 
 def settings_of(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:

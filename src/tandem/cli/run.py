@@ -7,6 +7,7 @@ stderr. An engine runs on a thread of this process, so that Ctrl-C here ends an 
 import argparse
 import contextlib
 import dataclasses
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from tandem.cli.progress import waiting
 from tandem.engine.blocking import BlockingEngine
 from tandem.engine.contract import Update
 from tandem.engine.streams import BlockingStream
-from tandem.errors import ContextLengthError, EngineDeadError, TandemError
+from tandem.errors import ContextLengthError, EngineDeadError, RequestError, SettingError, TandemError
 from tandem.request import SamplingParams
 
 EPILOG = """
@@ -30,6 +31,7 @@ examples:
   cat letter.txt | tandem run "Summarise:"             what is piped in stands behind the prompt
 """
 CHAT_HELP = "type a message; /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
+UTF8_HINT = "convert it, as in: iconv -f latin1 -t utf-8 letter.txt | tandem run"
 OWN_SETTINGS = {"max_num_seqs": 4}
 
 
@@ -46,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     params = sampling_of(arguments)
     prompt = _prompt_of(arguments.prompt)
     if prompt is not None and not prompt:
-        raise TandemError("the prompt is empty.", hint='give one, as in: tandem run "Hello"')
+        raise RequestError("the prompt is empty.", hint='give one, as in: tandem run "Hello"')
     with waiting() as screen:
         engine = BlockingEngine(on_phase=screen.phase, **settings_of(arguments, **OWN_SETTINGS))
     with engine:
@@ -54,16 +56,29 @@ def main(arguments: argparse.Namespace) -> int:
             print("\n".join(engine.card.lines), file=sys.stderr)
         talk = Talk(engine, params, raw=arguments.raw, system=arguments.system, verbose=arguments.verbose)
         if prompt is None:
+            if talk.lowered:
+                print(f"note: {talk.lowered}", file=sys.stderr)
             return chat(talk)
         talk.answer(prompt)
         return EXIT_INTERRUPT if talk.interrupted else 0
 
 
 def _prompt_of(prompt: str | None) -> str | None:
-    """The prompt, with what is piped in behind it; None: a chat."""
+    """The prompt, with what is piped in behind it; None: a chat. Raises RequestError if it is not UTF-8."""
+    try:
+        (prompt or "").encode()  # words that are not UTF-8 come in as lone surrogates
+    except UnicodeEncodeError as error:
+        raise RequestError("the prompt is not UTF-8.", hint=UTF8_HINT) from error
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
-    piped = sys.stdin.read().strip("\n")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        piped = sys.stdin.read().strip("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"the input is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}.", hint=UTF8_HINT
+        ) from error
     return "\n".join(part for part in (prompt, piped) if part) if prompt or piped else prompt or ""
 
 
@@ -77,7 +92,8 @@ class Talk:
         self._engine, self._params, self._verbose = engine, params, verbose
         self.raw = raw or engine.card.chat_template is None
         if self.raw and system is not None:
-            raise TandemError("a system message needs a chat template.", hint="leave out --system, or --raw.")
+            raise SettingError("a system message needs a chat template.", hint="leave out --system, or --raw.")
+        self.lowered = _lowered_context(engine)
         self._begin = [{"role": "system", "content": system}] if system is not None else []
         self._messages: list[dict[str, str]] = list(self._begin)
         self.interrupted = False
@@ -95,8 +111,11 @@ class Talk:
             prompt: str | Sequence[int] = text if self.raw else self._engine.encode_chat(self._messages)
             stream = self._engine.submit(prompt, self._fit(prompt))
             said = self._print(stream)
-        except BaseException:
+        except BaseException as error:
+            long = len(self._messages) > 1
             self._messages.pop()
+            if isinstance(error, ContextLengthError):
+                raise self._too_long(error, long) from error
             raise
         self._messages.append({"role": "assistant", "content": said})
         return said
@@ -108,10 +127,13 @@ class Talk:
         room = self._engine.card.max_length - len(prompt)
         if room < 1:
             raise ContextLengthError(
-                f"the conversation has {len(prompt)} tokens; the context limit is {self._engine.card.max_length}.",
-                hint="begin a new one, with /reset in a chat.",
+                f"the conversation has {len(prompt)} tokens; the limit is {self._engine.card.max_length}."
             )
         return dataclasses.replace(self._params, max_tokens=min(room, self._params.max_tokens))
+
+    def _too_long(self, error: ContextLengthError, long: bool) -> ContextLengthError:
+        hint = "shorten the message, or begin a new conversation with /reset." if long else "shorten the prompt."
+        return ContextLengthError(error.what, hint=f"{hint} {self.lowered}".rstrip())
 
     def _print(self, stream: BlockingStream) -> str:
         clock = _Clock(len(stream.prompt_token_ids))
@@ -136,6 +158,14 @@ class Talk:
         if self._verbose:
             print(clock.line(), file=sys.stderr)
         return "".join(said)
+
+
+def _lowered_context(engine: BlockingEngine) -> str:
+    """A sentence about a context that is shorter than the model's, because the KV cache is small; else nothing."""
+    reason = str(engine.card.settings.get("reasons", {}).get("max_model_len", ""))
+    if "KV cache" not in reason:
+        return ""
+    return f"The context is {engine.card.max_length} tokens, {reason}; --kv-cache-memory sets its size."
 
 
 class _Clock:
@@ -175,6 +205,9 @@ def chat(talk: Talk) -> int:
         except EOFError:
             print(file=sys.stderr)
             return 0
+        except UnicodeDecodeError:
+            print("error: the message is not UTF-8.", file=sys.stderr)
+            continue
         except KeyboardInterrupt:
             print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
             continue

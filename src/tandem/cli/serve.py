@@ -84,9 +84,7 @@ def _say(line: str) -> None:
 
 
 def _loop_factory() -> Any:
-    """uvloop's event loop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
+    """uvloop's maker of event loops."""
+    import uvloop
+
     return uvloop.new_event_loop

