@@ -56,7 +56,7 @@ def guests(draw: st.DrawFn) -> list[Guest]:
     guests(), st.integers(1, 4), st.sampled_from([1, 2, 4, 16]), st.integers(4, 120), st.integers(1, 6),
     st.integers(0, 40), st.booleans(), st.sampled_from(["fcfs", "priority"]),
 )  # fmt: skip
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=120)
 def test_the_same_tokens_as_alone_whatever_happens(
     everyone: list[Guest], depth: int, block_size: int, num_slots: int, num_rows: int, spare: int, cache: bool,
     policy: str,
