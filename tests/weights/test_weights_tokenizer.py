@@ -114,9 +114,7 @@ def embedded() -> tuple[Any, Any, Any]:
     transformers = pytest.importorskip("transformers")
     source = locate(None)
     if source.kind == "gguf":
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # its reader slices a memmap a million times; a plain view is quicker
+        with pytest.MonkeyPatch.context() as patch:  # its reader slices a memmap a million times; an array is quicker
             patch.setattr(np, "memmap", lambda *place, **how: np.fromfile(place[0], np.uint8))
             theirs = transformers.AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
     else:
