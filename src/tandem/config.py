@@ -13,6 +13,7 @@ from typing import Any
 from tandem.errors import SettingError
 
 DEPTHS = (1, 2, 3, 4)
+KIND_TEXTS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "True or False"}
 GROUPS = ("model", "batching", "memory", "execution")
 
 
@@ -195,9 +196,12 @@ def _check(f: "dataclasses.Field[Any]", value: Any) -> None:
             raise SettingError(f"{f.name} may not be None.")
         return
     kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
-    wanted = kinds[str(getattr(f.type, "__name__", f.type)).split(" ")[0]]
+    kind = str(getattr(f.type, "__name__", f.type)).split(" ")[0]
+    wanted = kinds[kind]
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):  # type: ignore[arg-type]
-        raise SettingError(f"{f.name} is {value!r}; it must be of type {f.type}.")
+        raise SettingError(f"{f.name} is {value!r}; it must be {KIND_TEXTS[kind]}.")
+    if value == "":
+        raise SettingError(f"{f.name} is empty.", hint="leave it out for the default, or give it a value.")
     choices, low, high = (f.metadata.get(key) for key in ("choices", "low", "high"))
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
