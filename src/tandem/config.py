@@ -1,8 +1,8 @@
 """Every setting of the engine, in one frozen table. It knows what they mean, not who obeys them.
 
-``Settings`` holds what the user said, with None for "auto". ``resolve(facts)`` makes a ``Resolved`` in which each
-setting has a value and a reason; it is printed at start and stored with each benchmark. The command line's options
-are derived from the fields and their metadata.
+``Settings`` holds what the user said, with None for "auto" (the word "auto" means None, too). ``resolve(facts)`` makes
+a ``Resolved`` in which each setting has a value and a reason; it is printed at start and stored with each benchmark.
+The command line's options are derived from the fields and their metadata.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any
 from tandem.errors import SettingError
 
 DEPTHS = (1, 2, 3, 4)
+AUTO = "auto"
 KIND_TEXTS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "True or False"}
 GROUPS = ("model", "batching", "memory", "execution")
 
@@ -23,7 +24,10 @@ def _setting(default: Any, group: str, text: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user asked for. None means "auto": resolved from the model and the machine at start."""
+    """What the user asked for. None means "auto": resolved from the model and the machine at start.
+
+    Each setting whose default is None takes the word "auto" for it as well (so a file called auto is ./auto).
+    """
 
     model: str | None = _setting(
         None, "model", "a Hugging Face id, a folder, a .gguf file, or a built-in shape; default: the embedded SmolLM2"
@@ -65,6 +69,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
+            if f.default is None and getattr(self, f.name) == AUTO:
+                object.__setattr__(self, f.name, None)
             _check(f, getattr(self, f.name))
 
     @classmethod
@@ -185,7 +191,7 @@ def _show(name: str, value: Any) -> str:
 
 def _coerce(name: str, value: Any) -> Any:
     metadata = Settings.__dataclass_fields__[name].metadata
-    if metadata.get("unit") == "bytes" and isinstance(value, str):
+    if metadata.get("unit") == "bytes" and isinstance(value, str) and value != AUTO:
         return parse_bytes(value)
     return value
 

@@ -4,19 +4,27 @@ A *request* becomes one or more *sequences*: with ``n > 1`` the front end submit
 ``fork_of`` names the first, so that everything behind it deals with one stream of tokens a request.
 """
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 from tandem.errors import ContextLengthError, RequestError
+from tandem.values import (
+    INTEGER_LIMIT,
+    checked_integer,
+    checked_items,
+    checked_number,
+    checked_text,
+    checked_token,
+    show,
+)
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_N = 128
 MAX_TEMPERATURE = 100.0
-SEED_LIMIT = 2**63
+MAX_SALT_LENGTH = 256
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
@@ -29,6 +37,11 @@ class Constraint:
     kind: str
     text: str
 
+    def __post_init__(self) -> None:
+        """Raises RequestError for what is no text."""
+        for name in ("kind", "text"):
+            object.__setattr__(self, name, checked_text(f"constraint.{name}", getattr(self, name)))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -36,7 +49,8 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off. repetition_penalty looks at prompt and
     output (as in CTRL, Keskar et al. 2019: positive logits divided, negative multiplied); presence_penalty and
-    frequency_penalty look at the output alone (as in the OpenAI API). logit_bias: pairs (token id, bias).
+    frequency_penalty look at the output alone (as in the OpenAI API). logit_bias: pairs (token id, bias), or a
+    dictionary. stop: strings, or one alone. None for stop, stop_token_ids or logit_bias: none.
     max_tokens None: up to the context limit. logprobs None: none; k: the sampled token's and the k best, of the
     model's own distribution before temperature and truncation; prompt_logprobs likewise for each prompt token.
     """
@@ -63,19 +77,23 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        _require_number(self, "temperature", 0.0, MAX_TEMPERATURE)
-        _require_integer(self, "top_k", -1, None)
-        _require_number(self, "top_p", 0.0, 1.0, open_low=True)
-        _require_number(self, "min_p", 0.0, 1.0)
-        _require_number(self, "repetition_penalty", 0.0, MAX_TEMPERATURE, open_low=True)
-        _require_number(self, "presence_penalty", -2.0, 2.0)
-        _require_number(self, "frequency_penalty", -2.0, 2.0)
-        _require_integer(self, "n", 1, MAX_N)
-        _require_integer(self, "min_tokens", 0, None)
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+        """Raises RequestError naming the field. Numbers of other libraries become int and float, None becomes ()."""
+        for name, low, high, open_low in _NUMBERS:
+            _set(self, name, checked_number(name, getattr(self, name), low, high, open_low))
+        for name, least, most in _INTEGERS:
+            _set(self, name, checked_integer(name, getattr(self, name), least, most))
+        for name, least, most in _OPTIONAL_INTEGERS:
             if getattr(self, name) is not None:
-                low, high = _OPTIONAL_RANGES[name]
-                _require_integer(self, name, low, high)
+                _set(self, name, checked_integer(name, getattr(self, name), least, most))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {show(getattr(self, name))}; it must be True or False.", param=name)
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise RequestError(
+                f"constraint is {show(self.constraint)}; it must be a Constraint.",
+                param="constraint",
+                hint='for example Constraint("regex", "[a-z]+").',
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens"
@@ -84,31 +102,32 @@ class SamplingParams:
         self._check_bias()
 
     def _check_stops(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if len(self.stop) > MAX_STOPS:
-            raise RequestError(f"stop has {len(self.stop)} strings; the limit is {MAX_STOPS}.", param="stop")
-        for text in self.stop:
+        stops = (self.stop,) if isinstance(self.stop, str) else checked_items("stop", self.stop, "strings")
+        if len(stops) > MAX_STOPS:
+            raise RequestError(f"stop has {len(stops)} strings; the limit is {MAX_STOPS}.", param="stop")
+        for text in stops:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop holds {text!r}; each stop must be a non-empty string.", param="stop")
+                raise RequestError(f"stop holds {show(text)}; each stop must be a non-empty string.", param="stop")
             if len(text) > MAX_STOP_LENGTH:
                 raise RequestError(
                     f"a stop string has {len(text)} characters; the limit is {MAX_STOP_LENGTH}.", param="stop"
                 )
-        for token in self.stop_token_ids:
-            if not _is_integer(token):
-                raise RequestError(f"stop_token_ids holds {token!r}, which is no integer.", param="stop_token_ids")
+        _set(self, "stop", tuple(checked_text("stop", text) for text in stops))
+        tokens = checked_items("stop_token_ids", self.stop_token_ids, "token ids")
+        _set(self, "stop_token_ids", tuple(checked_token("stop_token_ids", token) for token in tokens))
 
     def _check_bias(self) -> None:
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple((token, float(bias)) for token, bias in pairs))
-        for token, bias in self.logit_bias:
-            if not _is_integer(token):
-                raise RequestError(f"logit_bias names {token!r}, which is no token id.", param="logit_bias")
-            if not -100.0 <= bias <= 100.0:
+        value: Any = self.logit_bias
+        pairs: list[tuple[int, float]] = []
+        for pair in value.items() if isinstance(value, Mapping) else checked_items("logit_bias", value, "pairs"):
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise RequestError(
-                    f"logit_bias gives token {token} a bias of {bias}; it must lie in -100..100.", param="logit_bias"
+                    f"logit_bias holds {show(pair)}; it must be a dictionary, or pairs (token id, bias).",
+                    param="logit_bias",
                 )
+            token = checked_token("logit_bias", pair[0])
+            pairs.append((token, checked_number("logit_bias", pair[1], -100.0, 100.0, of=f" of token {token}")))
+        _set(self, "logit_bias", tuple(pairs))
 
     @property
     def greedy(self) -> bool:
@@ -143,33 +162,40 @@ class SamplingParams:
         return cls(**values)
 
 
-_OPTIONAL_RANGES: dict[str, tuple[int, int | None]] = {
-    "max_tokens": (1, None),
-    "seed": (-SEED_LIMIT, SEED_LIMIT - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
+_NUMBERS = (  # name, lowest, highest, whether the lowest itself is excluded
+    ("temperature", 0.0, MAX_TEMPERATURE, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, MAX_TEMPERATURE, True),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+)
+_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
+    ("top_k", -1, None),
+    ("n", 1, MAX_N),
+    ("min_tokens", 0, INTEGER_LIMIT - 1),
+)
+_OPTIONAL_INTEGERS = (
+    ("max_tokens", 1, INTEGER_LIMIT - 1),
+    ("seed", -INTEGER_LIMIT, INTEGER_LIMIT - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _set(params: SamplingParams, name: str, value: Any) -> None:
+    object.__setattr__(params, name, value)
 
 
-def _require_number(params: SamplingParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:
-    value = getattr(params, name)
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value > high or value < low or (open_low and value == low):
-        raise RequestError(
-            f"{name} is {value!r}; it must be a number {'above' if open_low else 'from'} {low:g} up to {high:g}.",
-            param=name,
-        )
+def checked_priority(value: Any) -> int:
+    """value as a plain int of 64 bits. Raises RequestError."""
+    return checked_integer("priority", value, -INTEGER_LIMIT, INTEGER_LIMIT - 1)
 
 
-def _require_integer(params: SamplingParams, name: str, low: int, high: int | None) -> None:
-    value = getattr(params, name)
-    if not _is_integer(value) or value < low or (high is not None and value > high):
-        span = f"from {low} up" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} is {value!r}; it must be an integer {span}.", param=name)
+def checked_salt(value: Any) -> str:
+    """value as a plain str of bounded length. Raises RequestError."""
+    return checked_text("salt", value, MAX_SALT_LENGTH)
 
 
 @dataclass(slots=True)
@@ -178,8 +204,8 @@ class Request:
 
     prompt    token ids, at least one.
     eos       ids that end the answer unless params.ignore_eos.
-    priority  smaller is more important; arrival order breaks ties.
-    salt      keeps prefix-cache entries of different users apart.
+    priority  smaller is more important; arrival order breaks ties. 64 bits.
+    salt      keeps prefix-cache entries of different users apart; at most MAX_SALT_LENGTH characters.
     fork_of   id of the first of n siblings, whose prompt KV this one may share; None for the first.
     """
 
@@ -192,6 +218,11 @@ class Request:
     fork_of: str | None = None
     arrival_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Raises RequestError for a priority or salt that could harm others: it is compared with theirs."""
+        self.priority = checked_priority(self.priority)
+        self.salt = checked_salt(self.salt)
+
     def check(self, num_logits: int, max_length: int) -> None:
         """Raise RequestError if the request is ill-formed for a model with num_logits ids and max_length positions."""
         if not self.prompt:
@@ -199,7 +230,8 @@ class Request:
         low, high = min(self.prompt), max(self.prompt)
         if low < 0 or high >= num_logits:
             raise RequestError(
-                f"the prompt holds token id {low if low < 0 else high}; this model's ids are 0..{num_logits - 1}.",
+                f"the prompt holds token id {show(low if low < 0 else high)}; "
+                f"this model's ids are 0..{num_logits - 1}.",
                 param="prompt",
             )
         wanted = self.params.max_tokens or 1

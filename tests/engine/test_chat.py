@@ -8,7 +8,7 @@ from text_tokenizers import byte_level_text
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import tandem.engine.chat as chat
-from tandem.engine.chat import ChatTemplate, render_chat
+from tandem.engine.chat import ChatTemplate, require_template
 from tandem.engine.messages import checked_messages
 from tandem.errors import ModelError, RequestError
 
@@ -88,8 +88,11 @@ def test_same_text_as_transformers_for_the_embedded_model():
 def test_c24_no_template():
     """C24 (i): a refusal that says so, and works with a template given at start."""
     with pytest.raises(RequestError, match="no chat template"):
-        render_chat(None, TALK)
-    assert render_chat(ChatTemplate(CHATML), TALK[3:]) == "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+        require_template(None)
+    assert (
+        require_template(ChatTemplate(CHATML)).render(TALK[3:])
+        == "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_c24_the_templates_own_words():

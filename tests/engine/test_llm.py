@@ -188,7 +188,9 @@ def test_settings_are_checked_by_name() -> None:
         LLM("/nowhere/at/all", device="cpu")
     with pytest.raises(DeviceMemoryError, match="max_model_len is 32768"):
         LLM(device="null", max_model_len=32768, kv_cache_memory="64MiB")
-    with LLM(device="null", kv_cache_memory="64MiB") as llm:
+    with pytest.raises(DeviceMemoryError, match="free"):
+        LLM("tiny", device="cpu", load_format="random", kv_cache_memory="500TB")
+    with LLM(device="null", dtype="auto", max_num_seqs="auto", kv_cache_memory="64MiB") as llm:
         assert llm.card.max_length == 4096 and "what the KV cache holds" in "\n".join(llm.lines())
 
 

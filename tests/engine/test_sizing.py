@@ -1,5 +1,6 @@
 """What fits into memory: blocks, lengths, the token budget's estimate, and what is said when it does not fit."""
 
+import io
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from tandem.engine.sizing import (
     facts_of,
     fit_cache,
     fit_length,
+    free_host_bytes,
     num_known_ids,
 )
 from tandem.errors import DeviceMemoryError
@@ -55,6 +57,28 @@ def test_a_context_that_does_not_fit_is_lowered_with_a_reason_or_refused_when_as
     assert str(13 * 16 * 512 * 4) in caught.value.hint and "160" in caught.value.hint
     with pytest.raises(DeviceMemoryError, match="0 blocks"):
         fit_length(Settings(kv_cache_memory=1).resolve(facts(SMALL, "cpu", 8 * GIB)), 0)
+
+
+def test_more_cache_than_the_host_has_free_is_refused_before_it_is_allocated() -> None:
+    asked = Settings.from_dict({"kv_cache_memory": "500TB", "max_model_len": 100})
+    with pytest.raises(DeviceMemoryError, match=str(500 * 10**12)) as caught:
+        fit_cache(asked.resolve(facts(SMALL, "cpu", 8 * GIB)), SMALL)
+    free_bytes = 8 * GIB - 4_000_000
+    assert str(free_bytes) in caught.value.what and str(free_bytes) in caught.value.hint
+    fit_cache(asked.resolve(facts(SMALL, "null", 8 * GIB)), SMALL)  # takes none
+
+
+def test_cached_files_are_free_memory_under_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemAvailable:   8388608 kB\n",
+        "/sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+        "/sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2 * GIB}\n",
+    }
+    monkeypatch.setattr("builtins.open", lambda path, *_: io.StringIO(files[path]))
+    free = free_host_bytes()
+    monkeypatch.undo()
+    assert free == 3 * GIB
 
 
 def test_known_ids_are_those_of_the_tokenizer() -> None:

@@ -259,3 +259,43 @@ def test_the_row_of_one_that_ends_by_length_is_retaken_while_its_last_step_is_in
     assert drive.answers["a"].finish is None or drive.answers["a"].last_step == 4
     drive.run()
     assert drive.steps == 6
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_request_that_the_queue_cannot_take_leaves_nothing_behind(fail_at: int, monkeypatch) -> None:
+    """Whatever fails on the way in, and however far it came."""
+    drive = Drive(num_rows=1, policy="priority")
+    drive.add(request("a", 5, 20), request("b", 5, 4), request("c", 6, 3, priority=-1))
+    before, calls = drive.scheduler.statistics(), 0
+
+    def push(heap: list, entry: tuple) -> None:
+        nonlocal calls
+        calls += 1
+        heap.append(entry)  # as heapq does, before it compares
+        if calls == fail_at:
+            raise TypeError("it cannot be compared")
+        heap.sort()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.schedule.waiting.heapq.heappush", push)
+        with pytest.raises(TypeError):
+            drive.scheduler.add(request("bad", 3, 4))
+    assert calls == fail_at and drive.scheduler.statistics() == before
+    assert "bad" not in drive.scheduler._running.requests and drive.scheduler.abort("bad") is None
+    drive.scheduler.check()
+    drive.add(request("bad", 3, 4))
+    answers = drive.run()
+    for name in ("a", "b", "c", "bad"):
+        assert answers[name].finish == "length"
+
+
+@pytest.mark.parametrize("priority", ["x", None, 1.5, 2**63])
+def test_a_priority_that_cannot_be_compared_is_refused_even_behind_the_requests_own_check(priority: object) -> None:
+    drive = Drive(num_rows=1, policy="priority")
+    one = request("bad", 5, 4)
+    one.priority = priority  # type: ignore[assignment]
+    with pytest.raises(RequestError) as caught:
+        drive.scheduler.add(one)
+    assert caught.value.param == "priority"
+    drive.add(request("good", 5, 4))
+    assert drive.run()["good"].finish == "length"

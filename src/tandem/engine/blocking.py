@@ -59,9 +59,9 @@ class BlockingEngine:
         if self.error is not None or self._closing:
             what = self.error.what if self.error else "the engine is closing and takes no more requests."
             raise EngineDeadError(what)
-        job = self._front.prepare(prompt, params or SamplingParams(), priority=priority, salt=salt)
-        stream = BlockingStream(job, self._front.abort)
-        self._front.open(job, stream)
+        job = self._front.prepare(prompt, params, priority=priority, salt=salt)
+        stream = BlockingStream(job, self._front)
+        self._front.open(job, stream.inbox)
         return stream
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

@@ -6,6 +6,7 @@ which only marks text and is ignored here. Each loop and macro of a template is 
 that no template renders longer than its limit.
 """
 
+import difflib
 import json
 import secrets
 import time
@@ -21,11 +22,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.engine.messages import checked_messages, final_text
 from tandem.errors import ModelError, RequestError
+from tandem.values import checked_items, show
 
 MAX_RENDER_S = 5.0
 MAX_RENDER_CHARACTERS = 16 << 20
 _MAX_RESULT = 1 << 20
 _TICK = "tandem_tick_"
+_OPTIONS = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
 class ChatTemplate:
@@ -48,6 +51,7 @@ class ChatTemplate:
             _put_ticks(tree)
             tree.set_environment(environment)
             self._template = environment.from_string(tree)
+            self._names = {name for _, kind, name in environment.lex(source) if kind == "name"}
         except (TemplateSyntaxError, RecursionError) as error:
             line = getattr(error, "lineno", None)
             raise ModelError(
@@ -70,15 +74,12 @@ class ChatTemplate:
         messages                as in the OpenAI API; text parts of a content are joined in order.
         add_generation_prompt   end with the header of an assistant's turn.
         continue_final_message  end inside the last message, so that the model goes on with it.
-        values                  further variables of the template (documents, enable_thinking …).
-        Raises RequestError: both flags at once, messages ill-formed, or the template refuses them (its own words).
+        values                  further variables of the template (documents, enable_thinking …), if it mentions them.
+        Raises RequestError: as check_options, messages ill-formed, or the template refuses them (its own words).
         """
-        if add_generation_prompt and continue_final_message:
-            raise RequestError(
-                "add_generation_prompt and continue_final_message contradict each other: the prompt ends either with "
-                "a new assistant turn or inside the last message.",
-                param="continue_final_message",
-            )
+        self.check_options(
+            tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **values
+        )
         plain = checked_messages(messages, has_developer="developer" in self.source)
         marker = ""
         if continue_final_message:
@@ -88,11 +89,44 @@ class ChatTemplate:
         names = {
             "messages": plain,
             "tools": list(tools) if tools else None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        rendered = self._run({**self._tokens, **values, **names})
+        rendered = self._run({**self._tokens, "documents": None, **values, **names})
         return _cut_at(rendered, marker) if marker else rendered
+
+    def check_options(
+        self,
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **values: Any,
+    ) -> None:
+        """Raise RequestError for options of ``render`` that no conversation could be rendered with.
+
+        A value whose name the template never mentions is a slip, which would change nothing and go unseen.
+        """
+        for name, flag in (
+            ("add_generation_prompt", add_generation_prompt), ("continue_final_message", continue_final_message),
+        ):  # fmt: skip
+            if not isinstance(flag, bool):
+                raise RequestError(f"{name} is {show(flag)}; it must be True or False.", param=name)
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message contradict each other: the prompt ends either with "
+                "a new assistant turn or inside the last message.",
+                param="continue_final_message",
+            )
+        if not all(isinstance(tool, Mapping) for tool in checked_items("tools", tools, "tools")):
+            raise RequestError(f"tools is {show(tools)}; each tool must be an object.", param="tools")
+        for name in values:
+            if name not in self._names and name not in self._tokens:
+                near = difflib.get_close_matches(name, [*self._names, *_OPTIONS], n=1)
+                raise RequestError(
+                    f"the chat template knows no {name!r:.80}.",
+                    param=name,
+                    hint=f"did you mean {near[0]!r}?" if near else "it would change nothing; leave it out.",
+                )
 
     def _run(self, names: dict[str, Any]) -> str:
         deadline_s = time.perf_counter() + MAX_RENDER_S
@@ -126,17 +160,15 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def render_chat(
-    template: ChatTemplate | None, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any
-) -> str:
-    """See ChatTemplate.render. Raises RequestError also if the model has no template."""
+def require_template(template: ChatTemplate | None) -> ChatTemplate:
+    """The template. Raises RequestError if the model has none."""
     if template is None:
         raise RequestError(
             "this model has no chat template, so it takes no chat messages.",
             param="messages",
             hint="use /v1/completions with a plain prompt, or start with --chat-template FILE.",
         )
-    return template.render(messages, tools, **options)
+    return template
 
 
 def _cut_at(rendered: str, marker: str) -> str:

@@ -24,7 +24,7 @@ import zmq
 
 from tandem.engine import wire
 from tandem.engine.contract import Mail
-from tandem.errors import TandemError
+from tandem.errors import RequestError, TandemError
 from tandem.request import Change
 
 log = logging.getLogger("tandem.engine")
@@ -44,9 +44,24 @@ class SocketMailbox:
         taken: list[Mail] = []
         while True:
             try:
-                taken.append(wire.decode_mail(self._mail.recv(zmq.NOBLOCK)))
+                message = self._mail.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return taken
+            try:
+                taken.append(wire.decode_mail(message))
+            except Exception as error:
+                self._refuse(message, error)
+
+    def _refuse(self, message: bytes, error: Exception) -> None:
+        """Mail that makes no sense harms nobody but whom it concerns."""
+        subject = wire.subject_of(message)
+        log.error("mail about %r cannot be read", subject, exc_info=error)
+        what = f"the engine cannot read this: {error}"
+        if isinstance(subject, str):
+            code = error.code if isinstance(error, RequestError) else "internal_error"
+            self.deliver([Change(subject, finish="error", error=what, code=code)])
+        elif subject is not None:
+            self.answer(subject, None, TandemError(what))
 
     def wait(self, timeout_s: float | None) -> None:
         self._mail.poll(None if timeout_s is None else max(1, int(timeout_s * 1000)))

@@ -164,7 +164,9 @@ class Update:
 class Stream(Protocol):
     """One submitted request: an async iterator of Updates that ends by itself behind the last finish.
 
-    It raises the request's error (RequestError), or EngineDeadError when the engine stops meanwhile.
+    It raises the request's error (RequestError), or EngineDeadError when the engine stops meanwhile. Whoever stops
+    reading ends the request: by ``aclose`` (``async with`` does it), by cancelling the task that waits, or by dropping
+    the stream.
     """
 
     id: str
@@ -177,6 +179,9 @@ class Stream(Protocol):
     def abort(self) -> None:
         """End it now; the iterator ends with finish "abort". Harmless when it has ended."""
 
+    async def aclose(self) -> None:
+        """End it now, and the iterator with it."""
+
 
 class Engine(Protocol):
     """What the HTTP server and the Python API drive; an engine in a process of its own or in this one."""
@@ -185,7 +190,7 @@ class Engine(Protocol):
     num_logits: int
 
     async def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = ""
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
     ) -> Stream:
         """Encode off the loop, check, expand n, hand over. Raises RequestError; EngineDeadError once it has stopped."""
 

@@ -105,14 +105,12 @@ class AsyncEngine:
         arrival_s = time.perf_counter()
         self._require_open()
         tokens = await self._front.encode_async(prompt) if isinstance(prompt, str) else None
-        job = self._front.prepare(
-            prompt, params or SamplingParams(), tokens=tokens, priority=priority, salt=salt, arrival_s=arrival_s
-        )
+        job = self._front.prepare(prompt, params, tokens=tokens, priority=priority, salt=salt, arrival_s=arrival_s)
         self._require_open()
         if not self._front.num_live:
             self._busy_s = time.perf_counter()
-        stream = AsyncStream(job, self._front.abort)
-        self._front.open(job, stream)
+        stream = AsyncStream(job, self._front)
+        self._front.open(job, stream.inbox)
         return stream
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -10,18 +10,21 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tandem.engine.chat import ChatTemplate, render_chat
+from tandem.engine.chat import ChatTemplate, require_template
 from tandem.engine.contract import Abort, Add, Card, Mail, Update
 from tandem.engine.output import OutputStream
 from tandem.engine.text import Text
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
-from tandem.request import SEED_LIMIT, Change, Request, SamplingParams
+from tandem.request import Change, Request, SamplingParams
+from tandem.values import INTEGER_LIMIT, is_integer, show
 
 log = logging.getLogger("tandem.engine")
+_BYTES = (bytes, bytearray, memoryview)
 
 
 class Sink(Protocol):
@@ -55,8 +58,8 @@ class _Answer:
 class FrontEnd:
     """Makes jobs and routes news to them. Raises ModelError if tokenizer or chat template are broken.
 
-    ``prepare`` may run on any thread. ``open``, ``abort``, ``news`` and ``stopped`` may run on different threads if
-    each job is opened before its news can come, which ``open`` sees to.
+    ``prepare`` and ``abandon`` may run on any thread. ``open``, ``abort``, ``news`` and ``stopped`` may run on
+    different threads if each job is opened before its news can come, which ``open`` sees to.
     """
 
     def __init__(self, card: Card, send: Callable[[Mail], None]) -> None:
@@ -68,6 +71,7 @@ class FrontEnd:
         self._send = send
         self._numbers = itertools.count(1)
         self._answers: dict[str, _Answer] = {}
+        self._abandoned: deque[Job] = deque()
 
     @property
     def num_live(self) -> int:
@@ -75,7 +79,7 @@ class FrontEnd:
         return len(self._answers)
 
     def prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, tokens: list[int] | None = None,
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, tokens: list[int] | None = None,
         priority: int = 0, salt: str = "", arrival_s: float | None = None,
     ) -> Job:  # fmt: skip
         """Encode and check. Raises RequestError. The ids made here are the engine's own: no client's name enters.
@@ -83,6 +87,7 @@ class FrontEnd:
         tokens   the prompt's ids, if it has been encoded already.
         """
         arrival_s = time.perf_counter() if arrival_s is None else arrival_s
+        params = checked_params(params)
         text = prompt if isinstance(prompt, str) else None
         if tokens is None:
             tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
@@ -124,7 +129,11 @@ class FrontEnd:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> str:
         """The text of a conversation, by the model's template. Raises RequestError."""
-        return render_chat(self._template, messages, tools, **options)
+        return require_template(self._template).render(messages, tools, **options)
+
+    def check_chat(self, options: Mapping[str, Any]) -> None:
+        """Raise RequestError if no conversation could be rendered with these options, whatever its messages."""
+        require_template(self._template).check_options(**options)
 
     def open(self, job: Job, sink: Sink) -> None:
         """Hand a job over. Raises EngineDeadError, or RequestError if it cannot cross; nothing is kept then."""
@@ -133,11 +142,15 @@ class FrontEnd:
             job.live[request.id] = index
             output = OutputStream(request.params, self.text, request.prompt, index)
             self._answers[request.id] = _Answer(job, index, output)
+        sent: list[str] = []
         try:
             for request in job.requests:
                 self._send(Add(request))
-        except TandemError:
+                sent.append(request.id)
+        except BaseException:
             self._drop(job)
+            for name in sent:  # its siblings would run on, unheard
+                self._send_abort(name)
             raise
         job.requests = []  # the front end needs them no more
 
@@ -146,8 +159,18 @@ class FrontEnd:
         for request in tuple(job.live):
             self._send_abort(request)
 
+    def abandon(self, job: Job) -> None:
+        """Nobody reads the job any more. It is ended with the next news, of which a live job always gets some.
+
+        The garbage collector calls it, at any moment and inside of anything, so it takes no lock and sends nothing.
+        """
+        if job.live:
+            self._abandoned.append(job)
+
     def news(self, changes: Sequence[Change]) -> None:
         """Route the changes of one step. A job whose text cannot be assembled fails alone."""
+        while self._abandoned:
+            self.abort(self._abandoned.popleft())
         for change in changes:
             answer = self._answers.get(change.request)
             if answer is None:
@@ -185,6 +208,7 @@ class FrontEnd:
         reason = error or EngineDeadError("the engine was closed.")
         if not isinstance(reason, EngineDeadError):
             reason = EngineDeadError(reason.what, hint=reason.hint)
+        self._abandoned.clear()
         for answer in tuple(self._answers.values()):
             if answer.job.live:
                 self._drop(answer.job)
@@ -225,22 +249,44 @@ def text_of(card: Card) -> Text:
     return Text(card.tokenizer_json, bos_id=card.bos_id, eos_ids=card.eos_ids, add_bos=card.add_bos)
 
 
-def token_ids(prompt: Sequence[int]) -> list[int]:
-    """A prompt given as ids, as a list of plain integers. Raises RequestError for anything else."""
-    tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    for token in tokens:
+def token_ids(prompt: Any) -> list[int]:
+    """A prompt given as ids (a sequence, or an array of any library), as a list of plain integers.
+
+    Raises RequestError for anything else.
+    """
+    hint = "a prompt is a string or a sequence of token ids."
+    values = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, _BYTES) else prompt
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray | memoryview):
+        if isinstance(prompt, _BYTES):
+            hint = "decode bytes to a string first."
+        elif isinstance(prompt, Iterator):
+            hint = "an iterator can be read only once; make a list of it."
+        raise RequestError(f"the prompt is of type {type(prompt).__name__}: {show(prompt)}.", param="prompt", hint=hint)
+    tokens = list(values)
+    for place, token in enumerate(tokens):
         if type(token) is not int:
-            raise RequestError(
-                f"the prompt holds {token!r}, which is no token id.",
-                param="prompt",
-                hint="a prompt is a string or a sequence of integers.",
-            )
+            if not is_integer(token):
+                raise RequestError(f"the prompt holds {show(token)}, which is no token id.", param="prompt", hint=hint)
+            tokens[place] = int(token)
     return tokens
+
+
+def checked_params(params: Any) -> SamplingParams:
+    """None is SamplingParams(). Raises RequestError for what is none."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"params is {show(params)}; it must be a SamplingParams.",
+            param="params",
+            hint="for example SamplingParams(max_tokens=32).",
+        )
+    return params
 
 
 def sibling_seed(seed: int | None, index: int) -> int | None:
     """The seed of answer number index: seed + index, wrapped into the signed 64-bit range."""
-    return None if seed is None else (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+    return None if seed is None else (seed + index + INTEGER_LIMIT) % (2 * INTEGER_LIMIT) - INTEGER_LIMIT
 
 
 def error_of(change: Change) -> TandemError:

@@ -4,17 +4,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from tandem.config import Settings
 from tandem.engine.build import make_loop
 from tandem.engine.contract import Mail, Update
-from tandem.engine.frontend import FrontEnd, Job
+from tandem.engine.frontend import FrontEnd, Job, checked_params
 from tandem.engine.mailbox import LocalMailbox
 from tandem.engine.progress import Bar, NoBar, open_bar
 from tandem.errors import EngineDeadError, RequestError, TandemError
-from tandem.request import Change, Completion, Result, SamplingParams
+from tandem.request import Change, Completion, Result, SamplingParams, checked_priority, checked_salt
+from tandem.values import show
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -63,13 +65,17 @@ class LLM:
     ) -> list[Result]:  # fmt: skip
         """Answer every prompt; the results are in the prompts' order.
 
-        prompts   strings or token ids, or one of them alone.
+        prompts   strings or token ids (sequences, or arrays of any library), or one of them alone.
         params    one for all, or one a prompt; None: SamplingParams().
         A prompt that cannot be honoured fails alone: its result has ``error`` set and no completions.
-        Raises EngineDeadError if the engine fails, RequestError if params and prompts do not match in number.
+        Raises EngineDeadError if the engine fails, RequestError if the call itself is wrong: no prompts at all,
+        params and prompts do not match in number, priority is no integer, salt no string.
         """
-        several = _several(prompts)
+        return self._generate(_several(prompts), params, progress, priority, salt)
+
+    def _generate(self, several: list[Any], params: Any, progress: bool, priority: int, salt: str) -> list[Result]:
         chosen = _params_for(params, len(several))
+        priority, salt = checked_priority(priority), checked_salt(salt)
         with self._lock, open_bar(len(several) if progress else 0) as bar:
             gatherers = [_Gatherer(bar) for _ in several]
             jobs: list[Job] = []
@@ -85,32 +91,35 @@ class LLM:
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, progress: bool = True, **template: Any,
+        *, progress: bool = True, priority: int = 0, salt: str = "", **template: Any,
     ) -> list[Result]:  # fmt: skip
         """Answer one conversation or a list of them: each a list of {"role": …, "content": …}.
 
-        template   passed to the chat template (tools, add_generation_prompt, …).
-        A conversation that the template refuses fails alone. Raises RequestError if the model has no chat template.
+        template   passed to the chat template: tools, add_generation_prompt, continue_final_message, and whatever
+                   else the template mentions (enable_thinking, documents …).
+        A conversation that the template refuses fails alone. Raises RequestError if the model has no chat template,
+        or if the call itself is wrong: no conversation at all, a name that the template does not know, or as generate.
         """
-        if self.card.chat_template is None:
-            self._front.render([])  # which says so
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        self._front.check_chat(template)
+        conversations = _conversations(messages)
         chosen = _params_for(params, len(conversations))
         refused: dict[int, Result] = {}
-        prompts: list[Prompt] = []
+        prompts: list[Any] = []
         for index, conversation in enumerate(conversations):
             try:
                 prompts.append(self._front.encode_chat(conversation, **template))
             except RequestError as error:
                 refused[index] = Result(None, (), [], error=error)
         accepted = [own for index, own in enumerate(chosen) if index not in refused]
-        results = iter(self.generate(prompts, accepted, progress=progress))
+        results = iter(self._generate(prompts, accepted, progress, priority, salt))
         return [refused[index] if index in refused else next(results) for index in range(len(conversations))]
 
     def _submit(
-        self, jobs: list[Job], gatherer: "_Gatherer", prompt: Prompt, params: SamplingParams, priority: int, salt: str
+        self, jobs: list[Job], gatherer: "_Gatherer", prompt: Any, params: Any, priority: int, salt: str
     ) -> None:
         try:
+            if params is None:
+                raise RequestError("params holds None for this prompt.", param="params", hint="use SamplingParams().")
             job = self._front.prepare(prompt, params, priority=priority, salt=salt)
             gatherer.begin(job, params)
             self._front.open(job, gatherer)
@@ -218,9 +227,11 @@ class _Gatherer:
     def begin(self, job: Job, params: SamplingParams) -> None:
         self.result = Result(job.prompt, job.prompt_token_ids, [Completion(index) for index in range(params.n)])
 
-    def refuse(self, prompt: Prompt, error: RequestError) -> None:
-        text, ids = (prompt, ()) if isinstance(prompt, str) else (None, prompt)
-        self.result = Result(text, ids, [], error=error)
+    def refuse(self, prompt: Any, error: RequestError) -> None:
+        """prompt: whatever it was; ids are kept as they were given."""
+        text = prompt if isinstance(prompt, str) else None
+        is_ids = text is None and isinstance(prompt, Sequence)
+        self.result = Result(text, prompt if is_ids else (), [], error=error)
         self._bar.finish_one()
 
     def feed(self, update: Update) -> None:
@@ -243,16 +254,44 @@ class _Gatherer:
         self._bar.finish_one()
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt alone is a string or a flat list of ids."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _several(prompts: Any) -> list[Any]:
+    """The prompts; one alone is a string or a flat sequence of numbers. Raises RequestError for what is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = prompts.tolist() if hasattr(prompts, "tolist") and not isinstance(prompts, memoryview) else prompts
+    if not _is_list(items):
+        raise RequestError(
+            f"prompts is {show(prompts)}, of type {type(prompts).__name__}.",
+            param="prompts",
+            hint="give a string, a sequence of token ids, or a list of such prompts.",
+        )
+    several = list(items)
+    is_flat = bool(several) and all(type(item) is int or isinstance(item, Number) for item in several)
+    return [several] if is_flat else several
 
 
-def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"there are {count} prompts and {len(params)} sampling parameters.", param="params")
-    return list(params)
+def _conversations(messages: Any) -> list[Any]:
+    """The conversations; one alone is a list of messages. Raises RequestError for what is neither."""
+    if not _is_list(messages):
+        raise RequestError(
+            f"messages is {show(messages)}, of type {type(messages).__name__}; it must be a list of messages.",
+            param="messages",
+            hint='write [{"role": "user", "content": "Hello"}], or use generate for plain text.',
+        )
+    several = list(messages)
+    return [several] if several and isinstance(several[0], Mapping) else several
+
+
+def _params_for(params: Any, count: int) -> list[Any]:
+    """One for each of count prompts; what a list of them holds is checked prompt by prompt. Raises RequestError."""
+    if params is None or isinstance(params, SamplingParams) or not _is_list(params):
+        return [checked_params(params)] * count
+    chosen = list(params)
+    if len(chosen) != count:
+        raise RequestError(f"there are {count} prompts and {len(chosen)} sampling parameters.", param="params")
+    return chosen
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it holds things in an order: a sequence or an iterator, but no text."""
+    return isinstance(value, Sequence | Iterator) and not isinstance(value, str | bytes | bytearray | memoryview)

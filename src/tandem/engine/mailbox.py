@@ -21,6 +21,10 @@ class Calls:
         self._next = 0
 
     def open(self, name: str, argument: str) -> tuple[Call, "Future[Any]"]:
+        """Raises TandemError for what is no text: it could not cross the border."""
+        for what, value in (("name", name), ("argument", argument)):
+            if not isinstance(value, str):
+                raise TandemError(f"the call's {what} is of type {type(value).__name__}; it must be a string.")
         future: Future[Any] = Future()
         with self._lock:
             self._next += 1

@@ -102,8 +102,8 @@ class ProcessHost:
     def send(self, mail: Mail) -> None:
         try:
             message = wire.encode_mail(mail)
-        except OverflowError as error:
-            raise RequestError(f"a number of the request does not fit into 64 bits: {error}.") from error
+        except (OverflowError, TypeError, ValueError) as error:
+            raise RequestError(f"this cannot be sent to the engine's process: {error}.") from error
         with self._lock:
             if self._error is not None:
                 raise EngineDeadError(self._error.what, hint=self._error.hint)

@@ -67,8 +67,12 @@ def block_bytes_of(settings: Settings, shape: Shape) -> int:
 
 
 def fit_cache(resolved: Resolved, shape: Shape) -> Resolved:
-    """Before the runner is built: no more cache than all rows together can fill, and enough for one request."""
+    """Before the runner is built: no more cache than all rows together can fill, and enough for one request.
+
+    Raises DeviceMemoryError, as fit_length, and if more was asked for than the host has free.
+    """
     settings = resolved.settings
+    _check_host(resolved)
     block_bytes = block_bytes_of(settings, shape)
     num_blocks = (settings.kv_cache_memory or 0) // block_bytes
     resolved = fit_length(resolved, num_blocks, block_bytes)
@@ -77,6 +81,20 @@ def fit_cache(resolved: Resolved, shape: Shape) -> Resolved:
     if resolved.reasons["kv_cache_memory"] == "asked" or num_blocks <= useful:
         return resolved
     return change(resolved, "kv_cache_memory", useful * block_bytes, "max_num_seqs requests of max_model_len")
+
+
+def _check_host(resolved: Resolved) -> None:
+    asked, free_bytes = resolved.settings.kv_cache_memory or 0, resolved.facts.free_bytes
+    if resolved.facts.device == "cpu" and resolved.reasons["kv_cache_memory"] == "asked" and asked > free_bytes:
+        raise DeviceMemoryError(
+            f"kv_cache_memory is {asked} bytes ({_gib(asked)}); beside the weights {free_bytes} bytes "
+            f"({_gib(free_bytes)}) of the machine's memory are free.",
+            hint=f"set kv_cache_memory to at most {free_bytes}, or leave it out: then it is chosen to fit.",
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def fit_length(resolved: Resolved, num_blocks: int, block_bytes: int | None = None) -> Resolved:
@@ -141,8 +159,11 @@ def free_host_bytes() -> int:
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return max(0, min(free, int(limit.read()) - int(used.read())))
-    except (OSError, ValueError):  # no limit ("max"), or no such file
+            left = int(limit.read()) - int(used.read())
+        with open("/sys/fs/cgroup/memory.stat") as file:
+            left += int(dict(line.split() for line in file)["inactive_file"])  # cached files count as used, and yield
+        return max(0, min(free, left))
+    except (OSError, ValueError, KeyError):  # no limit ("max"), or no such file
         return free
 
 

@@ -108,6 +108,19 @@ def decode_mail(message: bytes) -> Mail:
     return Close()
 
 
+def subject_of(message: bytes) -> str | int | None:
+    """Whom mail concerns that cannot be decoded: the id of the request to add, the number of the call, or None."""
+    try:
+        match msgspec.msgpack.decode(message):
+            case [AddMail.__struct_config__.tag, {"id": str(name)}, *_]:
+                return name
+            case [CallMail.__struct_config__.tag, int(number), *_]:
+                return number
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    return None
+
+
 def fault_of(error: TandemError | None) -> Fault | None:
     if error is None:
         return None

@@ -85,10 +85,16 @@ class CpuRunner:
         model = _load(spec, source, *recipe)
         loaded_s = time.perf_counter()
         num_blocks = num_blocks_for(spec, settings.kv_cache_memory or 0, settings.block_size, dtype)
-        cache = KVCache.allocate(
-            spec.num_layers, num_blocks, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype,
-            torch.device("cpu"),
-        )  # fmt: skip
+        try:
+            cache = KVCache.allocate(
+                spec.num_layers, num_blocks, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype,
+                torch.device("cpu"),
+            )  # fmt: skip
+        except (RuntimeError, MemoryError) as error:  # what is free was an estimate
+            raise DeviceMemoryError(
+                f"the machine has no memory for a KV cache of {settings.kv_cache_memory} bytes.",
+                hint="lower kv_cache_memory or max_num_seqs.",
+            ) from error
         backend = attention_backend(settings.attention, "cpu")
         runner = cls(
             model, cache, backend, num_rows=settings.max_num_seqs or 1,

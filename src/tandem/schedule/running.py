@@ -43,15 +43,18 @@ class Running:
             self.leaving = [p for p in self.leaving if p.status is Status.LEAVING]
 
     def enter(self, progress: Progress) -> None:
-        """Take a new request in: it waits, or is parked until its first sibling's prompt is computed."""
-        self.requests[progress.id] = progress
+        """Take a new request in: it waits, or is parked until its first sibling's prompt is computed.
+
+        If the queue does not take it, nothing is kept.
+        """
         first = self.requests.get(progress.request.fork_of or "")
-        if first is not None and first is not progress and first.prompt_step < 0:
+        if first is not None and first.prompt_step < 0:
             progress.status = Status.PARKED
             first.siblings.append(progress)
             self.num_parked += 1
         else:
             self.waiting.push(progress, progress.prompt_length if first is None else 1)
+        self.requests[progress.id] = progress
 
     def unpark(self, progress: Progress) -> None:
         """Its siblings need not wait for it any more."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tandem.errors import CapacityError, ContextLengthError, RequestError, SettingError
 from tandem.kv.ledger import Ledger, LedgerStatistics
 from tandem.plan import Mask, StepPlan, StepResult
-from tandem.request import Change, Request
+from tandem.request import Change, Request, checked_priority
 from tandem.schedule.decode import plan_decodes
 from tandem.schedule.draft import Draft, Flight
 from tandem.schedule.prefill import plan_prefills
@@ -97,10 +97,10 @@ class Scheduler:
                 code="queue_full",
                 hint="try again later.",
             )
-        self._num_added += 1
-        key = request.priority if self._by_priority else 0
+        key = checked_priority(request.priority) if self._by_priority else 0
         chain = self.ledger.chain(request.salt)
-        self._running.enter(Progress(request, mask, chain, key, self._num_added, limit))
+        self._running.enter(Progress(request, mask, chain, key, self._num_added + 1, limit))
+        self._num_added += 1
 
     def _limit(self, request: Request) -> int:
         """The length of prompt and answer at which the request ends."""

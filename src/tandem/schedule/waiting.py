@@ -23,13 +23,18 @@ class WaitingQueue:
         return self._num_waiting
 
     def push(self, progress: Progress, num_tokens: int) -> None:
-        """num_tokens: what it would have to compute."""
+        """num_tokens: what it would have to compute. If it raises, nothing is kept."""
         progress.status = Status.WAITING
         progress.stamp += 1
         progress.size = num_tokens
         importance, number = progress.key
-        heapq.heappush(self._line, (importance, number, 0, progress.stamp, progress))
-        heapq.heappush(self._sizes, (importance, num_tokens, number, progress.stamp, progress))
+        try:
+            heapq.heappush(self._line, (importance, number, 0, progress.stamp, progress))
+            heapq.heappush(self._sizes, (importance, num_tokens, number, progress.stamp, progress))
+        except BaseException:  # a key that cannot be compared stays in the heap, and would fail those who come later
+            progress.stamp += 1
+            self._line, self._sizes = _sweep(self._line), _sweep(self._sizes)
+            raise
         self._num_waiting += 1
 
     def remove(self, progress: Progress) -> None:

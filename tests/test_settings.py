@@ -1,0 +1,34 @@
+"""The settings table: the word "auto"."""
+
+import dataclasses
+
+import pytest
+
+from tandem.cli.options import Parser, add_settings, option_name, settings_of
+from tandem.config import AUTO, Settings
+from tandem.errors import SettingError
+
+NULLABLE = [f.name for f in dataclasses.fields(Settings) if f.default is None]
+
+
+def test_auto_is_a_word_for_every_setting_that_is_found_out() -> None:
+    assert {"dtype", "device", "attention", "max_num_seqs", "kv_cache_memory", "quantize"} <= set(NULLABLE)
+    asked = dict.fromkeys(NULLABLE, AUTO)
+    assert Settings.from_dict(asked) == Settings() == Settings(**asked)
+
+
+@pytest.mark.parametrize("name", ["policy", "depth", "block_size", "prefix_cache"])
+def test_auto_is_none_where_there_is_a_default(name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        Settings.from_dict({name: AUTO})
+
+
+def test_auto_is_a_word_on_the_command_line_too() -> None:
+    parser = Parser()
+    add_settings(parser)
+    words = [word for name in NULLABLE for word in (option_name(name), AUTO)]
+    assert Settings.from_dict(settings_of(parser.parse_args(words))) == Settings()
+    given = settings_of(parser.parse_args(["--dtype", "auto", "--max-num-seqs", "7"]))
+    assert Settings.from_dict(given) == Settings(max_num_seqs=7)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--max-num-seqs", "many"])
