@@ -22,8 +22,9 @@ def is_integer(value: object) -> bool:
 
 
 def checked_number(name: str, value: Any, low: float, high: float, open_low: bool = False, of: str = "") -> float:
-    number = math.nan
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    """value as a float from low (or above it) to high. of: whose, for the message. Raises RequestError."""
+    number = value if type(value) is float else math.nan
+    if number is not value and isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             number = float(value)
         except OverflowError:
@@ -38,6 +39,7 @@ def checked_number(name: str, value: Any, low: float, high: float, open_low: boo
 
 
 def checked_integer(name: str, value: Any, low: int, high: int | None) -> int:
+    """value as an int from low to high. Raises RequestError."""
     if not is_integer(value) or value < low or (high is not None and value > high):
         span = f"from {low} up" if high is None else f"from {low} to {high}"
         raise RequestError(f"{name} is {show(value)}; it must be an integer {span}.", param=name)
@@ -52,9 +54,9 @@ def checked_token(name: str, value: Any) -> int:
 
 
 def checked_items(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    if value is None:
-        return ()
     """value as a tuple; None is none. Raises RequestError."""
+    if value is None or type(value) is tuple:
+        return value or ()
     if not isinstance(value, str | bytes | bytearray | Mapping) and isinstance(value, Iterable):
         with suppress(TypeError):  # an array of no dimension is called iterable, and is not
             return tuple(value)
