@@ -1,6 +1,6 @@
 """Check and time tandem's kernels on a GPU: right against float64 first, then variants inside CUDA graphs.
 
-    python3 scripts/gpu_kernels.py [--only decode,prefill,linear,layer,small,sample] [--sweep]
+    python3 scripts/gpu_kernels.py [--only decode,ragged,prefill,linear,layer,small,sample] [--sweep]
 
 Buffers rotate over more than the L2 cache, tensors are random, outputs are poisoned. Prints a short table last and
 writes everything to $OUT/kernels.json (or ./kernels.json). Variants are compiled first, by one process a core.
@@ -197,6 +197,44 @@ def decode_cases(sweep: bool) -> None:
         timed(f"decode {spans}x{length} invariant", runs, sets[0].num_bytes)
 
 
+def ragged_cases(sweep: bool) -> None:
+    """Spans of different lengths, as they come and longest first; small batches with other tiles and stages."""
+    from tandem.kernels import attention_decode as decode
+
+    scratch = decode.Scratch(DEVICE)
+    for spans in (224, 128, 64):
+        sets = [Paged(spans, 1700) for _ in range(2)]
+        generator = torch.Generator().manual_seed(1)
+        for p in sets:
+            p.lengths = ints(torch.randint(200, 1700, (spans,), generator=generator))
+        num_bytes = 4.0 * 1024 * sum(int(p.lengths.sum()) if not COMPILING else 0 for p in sets) / 2
+        for tile in (32, 64):
+            for ordered in (False, True):
+                orders = [ints(p.lengths.cpu().argsort(descending=True), torch.int64) for p in sets]
+                runs: list[Run] = [
+                    lambda p=p, o=o: decode.decode_attention(
+                        p.queries, p.keys, p.values, p.tables, p.lengths, p.out, scratch, p.scale, 1, tile=tile,
+                        order_S=o if ordered else None,
+                    )
+                    for p, o in zip(sets, orders, strict=True)
+                ]  # fmt: skip
+                timed(f"ragged {spans}x200-1700 tile {tile} {'longest first' if ordered else 'as they come'}", runs,
+                      num_bytes)  # fmt: skip
+    for spans, length in ((1, 512), (8, 512), (32, 1280)):
+        sets = [Paged(spans, length, 16) for _ in range(max(1, min(16, int(3e8 / (spans * length * 4096)))))]
+        auto = decode.num_splits_for(spans * 8, length, 64, 132)
+        for splits in (auto, auto // 2):
+            for stages, tile in ((3, 64), (2, 64), (1, 64), (4, 32), (2, 128), (1, 128)):
+                runs = [
+                    lambda p=p: decode.decode_attention(
+                        p.queries, p.keys, p.values, p.tables, p.lengths, p.out, scratch, p.scale, splits,
+                        num_stages=stages, tile=tile,
+                    )
+                    for p in sets
+                ]  # fmt: skip
+                timed(f"small {spans}x{length} splits {splits} stages {stages} tile {tile}", runs, sets[0].num_bytes)
+
+
 def prefill_cases(sweep: bool) -> None:
     from tandem.kernels.attention_prefill import prefill_attention
 
@@ -331,8 +369,11 @@ def linear_cases(sweep: bool) -> None:
 MODELS = {"8B": (4096, 32, 8, 14336, 3), "0.6B": (1024, 16, 8, 3072, 12)}  # hidden, heads, kv heads, inner, layers
 
 
+KINDS = (("library", "chosen"), ("own", "chosen"), ("apart", "chosen"), ("own", "none"), ("invariant", "chosen"))
+
+
 def layer_cases(sweep: bool) -> None:
-    """A decode layer of eight kernels, once with the library's products and once batch-invariant."""
+    """A decode layer of seven kernels (apart: norms, rotation and cache write by one of their own), once with the library's products and once batch-invariant."""
     from tandem.kernels import attention_decode as decode
     from tandem.kernels import linear as lin
     from tandem.kernels.activation_triton import gated_triton
@@ -351,7 +392,8 @@ def layer_cases(sweep: bool) -> None:
         ]  # fmt: skip
         norm, head_norm = rand(hidden, dtype=torch.float32), rand(128, dtype=torch.float32)
         table = rand(8192, 128, dtype=torch.float32)
-        for tokens, length in ((1, 512), (8, 512), (32, 1280), (32, 4352), (64, 1280), (128, 1280), (256, 1280)):
+        shapes = [(1, 512), (8, 512), (32, 1280), (128, 1280), (256, 1280)]
+        for tokens, length in shapes + ([(32, 4352), (64, 1280)] if sweep else []):
             caches = [Paged(tokens, length, heads, kv) for _ in range(layers if tokens <= 64 else 2)]
             scratch = decode.Scratch(DEVICE)
             splits = decode.num_splits_for(tokens * kv, length, 64, 132)
@@ -364,20 +406,35 @@ def layer_cases(sweep: bool) -> None:
                 qkv_w, o_w, up_w, down_w = made[number]
                 c = caches[number % len(caches)]
                 product = {
-                    "library": F.linear, "own": lin.linear_parts, "invariant": lambda x, w: lin.linear(x, w, None, True)
+                    "library": F.linear, "own": lin.linear_parts, "apart": lin.linear_parts,
+                    "invariant": lambda x, w: lin.linear(x, w, None, True),
                 }[kind]  # fmt: skip
                 x, total = add_rms_norm_triton(state[0], state[1], norm, 1e-6)
-                queries = norm_rope_store_triton(
-                    product(x, qkv_w), positions, table, slots[number % len(caches)], c.keys, c.values, heads, head_norm,
-                    head_norm,
-                )  # fmt: skip
+                at = slots[number % len(caches)]
+                if kind in ("invariant", "apart"):
+                    queries = norm_rope_store_triton(
+                        product(x, qkv_w), positions, table, at, c.keys, c.values, heads, head_norm, head_norm
+                    )
                 if kind == "invariant":
                     invariant_decode_attention(
                         queries, c.keys, c.values, c.tables, c.lengths, c.starts, length, c.out, scratch, c.scale
                     )
-                else:
+                elif kind == "apart":
                     decode.decode_attention(
                         queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
+                    )
+                else:
+                    decode.decode_attention(
+                        product(x, qkv_w),
+                        c.keys,
+                        c.values,
+                        c.tables,
+                        c.lengths,
+                        c.out,
+                        scratch,
+                        c.scale,
+                        splits,
+                        rotary=decode.Rotary(at, table, head_norm, head_norm, 1e-6),
                     )
                 x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w), total, norm, 1e-6)
                 if kind == "library":
@@ -388,7 +445,7 @@ def layer_cases(sweep: bool) -> None:
 
             chosen = dict(launch.DEPENDENT)
             modes = {"chosen": chosen, "none": dict.fromkeys(chosen, 0)}
-            for kind, mode in (("library", "chosen"), ("own", "chosen"), ("own", "none"), ("invariant", "chosen")):
+            for kind, mode in KINDS if sweep else KINDS[1:3]:
                 if not (COMPILING and kind == "library"):
                     state = [residual, residual]
                     launch.DEPENDENT.update(modes[mode])
@@ -512,7 +569,7 @@ def sample_cases(sweep: bool) -> None:
 
 
 CASES = {
-    "small": (check_small, small_cases), "decode": (check_attention, decode_cases), "prefill": (None, prefill_cases),
+    "small": (check_small, small_cases), "decode": (check_attention, decode_cases), "prefill": (None, prefill_cases), "ragged": (None, ragged_cases),
     "linear": (check_linear, linear_cases), "layer": (None, layer_cases), "sample": (check_sample, sample_cases),
 }  # fmt: skip
 
@@ -545,6 +602,7 @@ def compile_only(names: list[str], sweep: bool) -> None:
     driver.set_active(Absent())
     run = JITFunction.run
     JITFunction.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
+    launch.FAST = False
     launch.has_dependent_launch = lambda device: True  # type: ignore[assignment]
     for name in names:
         CASES[name][1](sweep)

@@ -12,7 +12,7 @@ A cache of one layer, and where token t of a request lies:
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Batch:
     num_decodes     spans at the front that have one token.
     max_query, max_length   upper bounds of span length and lengths_S, known on the host.
     host_spans      (start position, length) of each span for backends that loop on the host; empty under a graph.
+    order_S         the spans of one token, longest first, for backends that start in order; int64; None: unknown.
     scratch         what a backend prepared for this step.
     """
 
@@ -46,6 +47,7 @@ class Batch:
     max_query: int
     max_length: int
     host_spans: list[tuple[int, int]] = field(default_factory=list)
+    order_S: Tensor | None = None
     scratch: dict[str, object] = field(default_factory=dict)
 
 
@@ -96,6 +98,15 @@ class AttentionShape:
     softcap: float | None = None
 
 
+class RotaryShape(NamedTuple):
+    """How projections become queries and keys: see kernels.norm_rope_store."""
+
+    cos_sin_LD: Tensor
+    query_norm_D: Tensor | None
+    key_norm_D: Tensor | None
+    eps: float
+
+
 class AttentionBackend(Protocol):
     """Causal attention of each span over its own request's cached positions. The step's K and V are already written."""
 
@@ -108,3 +119,13 @@ class AttentionBackend(Protocol):
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
     ) -> Tensor:
         """Returns [T, H, D] in the dtype of the queries."""
+
+
+class ProjectedAttention(Protocol):
+    """What a backend may offer besides: norms, rotation, cache write and attention in one."""
+
+    def attend_projected(
+        self, qkv: Tensor, rotary: RotaryShape, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch,
+        shape: AttentionShape,
+    ) -> Tensor | None:  # fmt: skip
+        """[T, H, D] from projections as norm_rope_store takes them, K and V written; None: not for such a batch."""

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.launch import next_power_of_2, options
+from tandem.kernels.launch import next_power_of_2, options, start
 
 
 @triton.jit
@@ -47,7 +47,16 @@ def gated_triton(gate_up_T2F: Tensor, gelu: bool) -> Tensor:
     if out.numel():
         block = min(next_power_of_2(size), 1024 if num_tokens <= 64 else 2048)
         num_columns = triton.cdiv(size, block)
-        _gated_kernel[(num_tokens * num_columns,)](
-            x, out, x.stride(0), size, num_columns, GELU=gelu, BLOCK=block, **options(x, "activation", num_warps=4)
+        start(
+            _gated_kernel,
+            (num_tokens * num_columns,),
+            x,
+            out,
+            x.stride(0),
+            size,
+            num_columns,
+            GELU=gelu,
+            BLOCK=block,
+            **options(x, "activation", num_warps=4),
         )
     return out.view(*gate_up_T2F.shape[:-1], size)

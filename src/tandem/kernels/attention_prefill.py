@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, scores, take_tile
-from tandem.kernels.launch import interpreted, next_power_of_2, options
+from tandem.kernels.launch import interpreted, next_power_of_2, options, start
 
 
 @triton.jit
@@ -224,7 +224,7 @@ def prefill_attention(
             for cache in (keys_NPKD, values_NPKD)
         )
     grid = (triton.cdiv(max_query, rows // group), num_kv_heads, lengths_S.shape[0])
-    _prefill_kernel[grid](
+    start(_prefill_kernel, grid,
         queries_THD, keys, values, tables_SB, lengths_S, starts_S1, out_THD, out_THD, out_THD,
         scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=next_power_of_2(head_dim),
@@ -250,7 +250,7 @@ def invariant_decode_attention(
     num_stages = 1 if interpreted() or keys_NPKD.element_size() == 4 or head_dim > 128 else 3  # no sum depends on it
     scratch.reserve(num_spans * num_kv_heads, num_chunks, group, head_dim)
     width = next_power_of_2(head_dim)
-    _prefill_kernel[(num_chunks, num_kv_heads, num_spans)](
+    start(_prefill_kernel, (num_chunks, num_kv_heads, num_spans),
         queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, starts_S1, out_THD, scratch.partial, scratch.marks,
         scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=width,
@@ -258,7 +258,7 @@ def invariant_decode_attention(
         HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=False, SPECIALISE=False,
         **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip
-    _merge_kernel[(num_spans, num_kv_heads)](
+    start(_merge_kernel, (num_spans, num_kv_heads),
         scratch.partial, scratch.marks, lengths_S, out_THD, window or 0, num_chunks, K=num_kv_heads, G=group,
         ROWS=rows, D=head_dim, WIDTH=width, TILE=tile, CHUNK=CHUNK, HAS_WINDOW=window is not None,
         **options(queries_THD, "attention", num_warps),

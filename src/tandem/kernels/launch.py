@@ -66,6 +66,48 @@ def options(tensor: Tensor, family: str, num_warps: int, num_stages: int = 2) ->
     return chosen
 
 
+FAST = os.environ.get("TANDEM_FAST_LAUNCH") != "0"
+_ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_current: list[Any] = []  # how Triton asks for the current device and stream
+
+
+def start(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
+    """``kernel[grid](*args, **fixed)`` at a fraction of the host's time, for kernels whose constants come last.
+
+    Triton finds the compiled kernel anew at each launch, by a description of every argument; here a shorter one is
+    looked up, which tells apart at least what Triton does: type, alignment by 16, integers that are 1.
+    """
+    if not FAST or interpreted():
+        kernel[grid](*args, **fixed)
+        return
+    if not _current:
+        active = importlib.import_module("triton.runtime").driver.active
+        _current.extend((active.get_current_device, active.get_current_stream))
+    device = _current[0]()
+    key = (id(kernel), device, *map(_kind, args), *fixed.items())
+    found = _ready.get(key)
+    if found is None:
+        compiled = kernel[grid](*args, **fixed)
+        assert not any(name in fixed for name in kernel.arg_names[: len(args)]), "constants must come last"
+        constants = tuple(fixed[name] for name in kernel.arg_names[len(args) :])
+        _ready[key] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
+        return
+    run, function, metadata, constants = found
+    x, y, z = (*grid, 1, 1)[:3]
+    run(x, y, z, _current[1](device), function, metadata, None, None, None, *args, *constants)
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument a compiled kernel may rely on."""
+    if type(value) is int:
+        return value if value == 1 else (value % 16 == 0, -0x80000000 <= value < 0x80000000, value < 1 << 63)
+    if type(value) is float:
+        return float
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return value.base.dtype, tuple(value.block_shape)  # a tensor descriptor
+
+
 def next_power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
@@ -88,9 +130,10 @@ def compile_ahead(num_threads: int = 16) -> Iterator[None]:
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    function.run = only_compile
+    global FAST
+    function.run, was_fast, FAST = only_compile, FAST, False
     try:
         with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
             yield
     finally:
-        function.run = launch
+        function.run, FAST = launch, was_fast

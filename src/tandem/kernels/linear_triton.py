@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.activation_triton import activate
 from tandem.kernels.attention_decode import product
-from tandem.kernels.launch import interpreted, options
+from tandem.kernels.launch import interpreted, options, start
 
 
 # T is not specialised: with T = 1 known, the compiler lays the activations out worse.
@@ -109,7 +109,7 @@ def skinny(
 
         assert activation is None and size % 8 == 0
         weights = TensorDescriptor.from_tensor(weight_NI, [rows, step])
-    _skinny_kernel[grid](
+    start(_skinny_kernel, grid,
         x_TI, weights, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
         part_size, TOKENS=tokens, ROWS=rows, STEP=step, EVEN=size % step == 0, PARTS=as_parts,
         HAS_BIAS=bias_N is not None, GATED=activation is not None, GELU=activation == "gelu", DESCRIPTORS=descriptors,
@@ -183,7 +183,7 @@ def _sum_kernel(
 def sum_parts_triton(parts: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Add float32 partial sums [parts, T, N] in order, then the bias, and round once."""
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    _sum_kernel[(triton.cdiv(out.numel(), 1024),)](
+    start(_sum_kernel, (triton.cdiv(out.numel(), 1024),),
         parts, parts if bias_N is None else bias_N, out, out.numel(), parts.shape[2], NUM_PARTS=parts.shape[0],
         HAS_BIAS=bias_N is not None, BLOCK=1024, **options(parts, "linear", num_warps=4),
     )  # fmt: skip
@@ -207,7 +207,7 @@ def invariant_linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, num
     shape = (num_parts, num_tokens, num_rows) if split else (num_tokens, num_rows)
     out = torch.empty(shape, dtype=torch.float32 if split else x_TI.dtype, device=x_TI.device)
     tiles_n, tiles_t = triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens)
-    _invariant_kernel[(tiles_n * tiles_t, num_parts if split else 1)](
+    start(_invariant_kernel, (tiles_n * tiles_t, num_parts if split else 1),
         x_TI, weight_NI, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
         part_size, tiles_n, TOKENS=tokens, ROWS=rows, STEP=step, EVEN=size % step == 0, NUM_PARTS=num_parts,
         SPLIT=split, HAS_BIAS=bias_N is not None and not split, UPCAST=interpreted(),

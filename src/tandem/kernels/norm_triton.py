@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.launch import next_power_of_2, options
+from tandem.kernels.launch import next_power_of_2, options, start
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _launch(
         residual_TE = residual_TE.contiguous()
     if num_tokens:
         block = next_power_of_2(size)
-        _norm_kernel[(num_tokens,)](
+        start(_norm_kernel, (num_tokens,),
             x, x if residual_TE is None else residual_TE, weight_E, out, total, eps, x.stride(-2),
             0 if residual_TE is None else residual_TE.stride(0), x.stride(0) if x.dim() == 3 else 0,
             size, HAS_RESIDUAL=residual_TE is not None, NUM_PARTS=x.shape[0] if x.dim() == 3 else 1, BLOCK=block,

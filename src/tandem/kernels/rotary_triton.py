@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.launch import next_power_of_2, options
+from tandem.kernels.launch import next_power_of_2, options, start
 
 
 @triton.jit
@@ -86,15 +86,16 @@ def norm_rope_store_triton(
     dtype = keys_NPKD.dtype if qkv.dim() == 3 else qkv.dtype
     queries = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=qkv.device)
     has_norm = query_norm_D is not None and key_norm_D is not None
-    heads = 4 if num_tokens <= 256 else 16
+    # As many elements a thread in both, so that the squares of a head are added in the same order whatever T.
+    heads, num_warps = (4, 2) if num_tokens <= 256 else (16, 8)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))
-        _rope_kernel[grid](
+        start(_rope_kernel, grid,
             qkv, positions_T, cos_sin_LD, slots_T, keys_NPKD, values_NPKD, queries,
             query_norm_D if has_norm else cos_sin_LD, key_norm_D if has_norm else cos_sin_LD, eps,
             qkv.stride(-2), qkv.stride(0) if qkv.dim() == 3 else 0,
             H=num_heads, K=num_kv_heads, D=head_dim, HALF=next_power_of_2(head_dim // 2), HEADS=heads,
             HAS_NORM=has_norm, NUM_PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
-            **options(qkv, "rope", num_warps=2 if heads == 4 else 4),
+            **options(qkv, "rope", num_warps),
         )  # fmt: skip
     return queries

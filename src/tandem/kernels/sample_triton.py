@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.launch import interpreted, num_multiprocessors, options
+from tandem.kernels.launch import interpreted, num_multiprocessors, options, start
 from tandem.kernels.sample import LANES, ROUNDS
 
 NOTHING = tl.constexpr(float("-inf"))
@@ -279,11 +279,11 @@ def _launch(logits_RV: Tensor, rows: tuple[Tensor, ...] | None) -> Tensor:
     greedy = rows is None
     temperatures, top_ks, top_ps, min_ps, seeds, positions = rows or (floats, ids, floats, floats, ids, ids)
     fixed = {"GREEDY": greedy, "LANES": LANES, "ROUNDS": ROUNDS, "FAST": not interpreted()}
-    _stretch_kernel[(number, num_rows)](
+    start(_stretch_kernel, (number, num_rows),
         logits_RV, temperatures, seeds, positions, floats, ids, num_ids, logits_RV.stride(0), size, **fixed,
         **options(logits_RV, "sample", num_warps=4),
     )  # fmt: skip
-    _decide_kernel[(num_rows,)](
+    start(_decide_kernel, (num_rows,),
         logits_RV, temperatures, top_ks, top_ps, min_ps, seeds, positions, floats, ids, out_R, num_ids,
         logits_RV.stride(0), number, STRETCHES=64, BLOCK=1024 if greedy else 8192, **fixed,
         **options(logits_RV, "sample", num_warps=1 if greedy else 16),

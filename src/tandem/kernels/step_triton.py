@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.launch import start
+
 
 @triton.jit
 def _copy_table(source, target, used, TILE: tl.constexpr):
@@ -92,7 +94,7 @@ def spread_triton(
 ) -> None:  # fmt: skip
     """See spread_torch."""
     num_tiles = -(-len(ids_T) // TILE)
-    _spread_kernel[(num_tiles + len(rows_S),)](
+    start(_spread_kernel, (num_tiles + len(rows_S),),
         ids_T, rows_T, positions_T, rows_S, lengths_S, last_R, tables_RB, slots_T, tables_SB, len(ids_T), num_tiles,
         tables_RB.stride(0), tables_SB.stride(0), P=block_size, TILE=TILE,
     )  # fmt: skip
@@ -103,7 +105,7 @@ def advance_triton(
     num_turns: int, ids_S: Tensor, positions_S: Tensor, slots_S: Tensor, lengths_S: Tensor, tables_SB: Tensor,
 ) -> None:  # fmt: skip
     """See advance_torch."""
-    _advance_kernel[(len(rows_S),)](
+    start(_advance_kernel, (len(rows_S),),
         rows_S, starts_S, last_R, tables_RB, turn_1, ids_S, positions_S, slots_S, lengths_S, tables_SB, num_turns,
         tables_RB.stride(0), tables_SB.stride(0), P=block_size, TILE=TILE,
     )  # fmt: skip
@@ -114,7 +116,7 @@ def finish_triton(
 ) -> None:
     """See finish_torch."""
     if len(tokens_R):
-        _finish_kernel[(len(tokens_R),)](
+        start(_finish_kernel, (len(tokens_R),),
             tokens_R, hidden_RE, rows_R, last_R, home_DR, turn_1, hidden_RE.shape[1], hidden_RE.stride(0),
             home_DR.stride(0), TILE=1024,
         )  # fmt: skip

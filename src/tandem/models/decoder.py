@@ -65,18 +65,17 @@ class Decoder(nn.Module):
             hidden_TE, residual_TE = hidden_TE[..., batch.sampled_R, :], residual_TE[batch.sampled_R]
         return self.norm.add(hidden_TE, residual_TE)[0]
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """float32 [R, V]."""
-        if self.head is None:
-            if self.head_VE.is_cpu:
-                logits_RV = host_linear(hidden_RE, self.head_VE).float()
-            else:
-                logits_RV = linear(hidden_RE, self.head_VE, invariant=self.invariant).float()
+    def logits(self, hidden_RE: Tensor, as_computed: bool = False) -> Tensor:
+        """float32 [R, V]. as_computed: in the model's dtype unless they are capped, for kernels that take either."""
+        if self.head is not None:
+            logits_RV = self.head(hidden_RE)
+        elif self.head_VE.is_cpu:
+            logits_RV = host_linear(hidden_RE, self.head_VE)
         else:
-            logits_RV = self.head(hidden_RE).float()
+            logits_RV = linear(hidden_RE, self.head_VE, invariant=self.invariant)
         if self.spec.logit_softcap is not None:
-            logits_RV = torch.tanh(logits_RV / self.spec.logit_softcap) * self.spec.logit_softcap
-        return logits_RV
+            return torch.tanh(logits_RV.float() / self.spec.logit_softcap) * self.spec.logit_softcap
+        return logits_RV if as_computed else logits_RV.float()
 
     def targets(self) -> dict[str, Target]:
         """Hugging Face tensor name → its place; together they cover every parameter exactly once."""

@@ -26,7 +26,7 @@ from tandem.runner.batch import Layout, Packed, Packer, num_single
 from tandem.runner.clock import Timekeeper
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
-from tandem.runner.graphs import GraphKey, Graphs, Lanes
+from tandem.runner.graphs import GraphKey, Graphs, Lanes, longest_first
 from tandem.runner.outcome import Drawn, settle
 from tandem.runner.rows import DeviceRows
 from tandem.runner.slots import Slot
@@ -69,7 +69,7 @@ class CudaRunner:
         self._lanes = Lanes.allocate(num_lanes, max_blocks, model.spec.hidden_size, dtype, device)
         self._home_DR = torch.zeros((depth, num_lanes), dtype=torch.int64, device=device)
         self._turn_1 = torch.full((1,), depth - 1, dtype=torch.int32, device=device)
-        staging_bytes = 24 * max_tokens + 64 * num_rows + 12 * (max_tokens // cache.block_size + num_rows) + 4096
+        staging_bytes = 24 * max_tokens + 72 * num_rows + 12 * (max_tokens // cache.block_size + num_rows) + 4096
         self._slots = [Slot(streams, staging_bytes, self._home_DR[turn], turn) for turn in range(depth)]
         self._times = Timekeeper(streams, depth)
         self._num_submitted = self._num_collected = self._num_failed = 0
@@ -144,7 +144,7 @@ class CudaRunner:
             if packed.decode:
                 arrays |= Lanes.arrays(self._size_of(packed), layout.rows_S, layout.starts_S, numbers)
             else:
-                arrays |= _span_arrays(layout, numbers)
+                arrays |= _span_arrays(layout, num_single(packed.plan.spans), numbers)
         return slot.send(arrays) if arrays else {}
 
     def _size_of(self, packed: Packed) -> int:
@@ -206,7 +206,7 @@ class CudaRunner:
             lanes.hidden_SE[:size].copy_(hidden_SE)
             return
         numbers = None if key.path == GREEDY else {name: tensor[:size] for name, tensor in lanes.numbers.items()}
-        tokens_S = self._sampling.choose(self._model.logits(hidden_SE), numbers, lanes.starts_S[:size])
+        tokens_S = self._sampling.choose(self._model.logits(hidden_SE, True), numbers, lanes.starts_S[:size])
         finish(tokens_S, hidden_SE, lanes.rows_S[:size], self._rows.last_R, self._home_DR, self._turn_1)
 
     def _spread_step(self, packed: Packed, slot: Slot, sent: Mapping[str, Tensor]) -> Drawn:
@@ -230,6 +230,7 @@ class CudaRunner:
             max_query=packed.max_query,
             max_length=packed.max_length,
             host_spans=[(span.start, span.length) for span in packed.plan.spans],
+            order_S=sent.get("order"),
         )
         spread(
             batch.ids_T, sent["rows_T"], batch.positions_T, sent["rows_S"], batch.lengths_S, self._rows.last_R,
@@ -272,7 +273,7 @@ class CudaRunner:
         assert layout is not None
         self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
         numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)
-        sent = slot.send(_span_arrays(layout, numbers))
+        sent = slot.send(_span_arrays(layout, num_single(packed.plan.spans), numbers))
         self._streams.wait("compute", slot.moments.ready)
         return sent
 
@@ -319,7 +320,7 @@ class CudaRunner:
         }
 
 
-def _span_arrays(layout: Layout, numbers: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+def _span_arrays(layout: Layout, num_decodes: int, numbers: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
     """What to send of a step with prompts in it."""
     arrays = {
         "ids": layout.ids_T,
@@ -330,6 +331,7 @@ def _span_arrays(layout: Layout, numbers: Mapping[str, np.ndarray] | None) -> di
         "rows_R": layout.rows_R,
         "lengths": layout.lengths_S,
         "query_starts": layout.query_starts_S1,
+        "order": longest_first(layout.lengths_S[:num_decodes]),
     }
     if numbers is not None:
         arrays |= numbers

@@ -102,13 +102,13 @@ class DeviceSampling:
         return sample_ids(logits_RV, temperatures_R, top_ks_R, top_ps_R, min_ps_R, seeds_R, positions_R)
 
     def draw(
-        self, packed: Packed, path: str, hidden_RE: Tensor, logits_of: Callable[[Tensor], Tensor],
+        self, packed: Packed, path: str, hidden_RE: Tensor, logits_of: Callable[..., Tensor],
         numbers: Mapping[str, Tensor] | None, positions_R: Tensor | None,
     ) -> Drawn:  # fmt: skip
         """Sample outside of a graph, by any path, and compute the log-probabilities that rows asked for."""
         drawn = Drawn(None)
         if packed.num_samples:
-            raw_RV = logits_of(hidden_RE[: packed.num_samples])
+            raw_RV = logits_of(hidden_RE[: packed.num_samples], path != GENERAL)
             logits_RV, special = raw_RV[:, : self.num_tokens], None
             spans = [span for span in packed.plan.spans if span.samples]
             if path == GENERAL:

@@ -38,6 +38,11 @@ def buckets_up_to(limit: int) -> list[int]:
     return found
 
 
+def longest_first(lengths_S: np.ndarray) -> np.ndarray:
+    """The order in which attention starts on spans: while all of them grow by one token a step, it stays the same."""
+    return np.argsort(-lengths_S.astype(np.int64), kind="stable")
+
+
 class GraphKey(NamedTuple):
     """All that a graph bakes in: spans, how they sample, and the attention's splits (see length_key)."""
 
@@ -51,13 +56,14 @@ class Lanes:
     """Static buffers of decode steps, one lane a span. rows_S -1: padding. starts_S: position of the next token.
 
     The names are those of Batch; numbers are what sampling needs of each lane. What the host sends lies together, in
-    wide_3S (int64: rows, starts, seeds) and narrow_4S (32 bits: the other numbers), so that two copies bring it all.
+    wide_4S (int64: rows, starts, order, seeds) and narrow_4S (32 bits: the others), so that two copies bring it all.
     """
 
-    wide_3S: Tensor
+    wide_4S: Tensor
     narrow_4S: Tensor
     rows_S: Tensor
     starts_S: Tensor
+    order_S: Tensor
     ids_S: Tensor
     positions_S: Tensor
     slots_S: Tensor
@@ -74,15 +80,16 @@ class Lanes:
         def zeros(kind: torch.dtype) -> Tensor:
             return torch.zeros(num_lanes, dtype=kind, device=device)
 
-        wide_3S = torch.zeros((3, num_lanes), dtype=torch.int64, device=device)
+        wide_4S = torch.zeros((4, num_lanes), dtype=torch.int64, device=device)
         narrow_4S = torch.zeros((4, num_lanes), dtype=torch.int32, device=device)
-        wide_3S[0] = -1
+        wide_4S[0], wide_4S[2] = -1, torch.arange(num_lanes, device=device)
         numbers = {name: narrow_4S[place].view(NUMBERS[name]) for place, name in enumerate(NARROW)}
         return cls(
-            wide_3S=wide_3S,
+            wide_4S=wide_4S,
             narrow_4S=narrow_4S,
-            rows_S=wide_3S[0],
-            starts_S=wide_3S[1],
+            rows_S=wide_4S[0],
+            starts_S=wide_4S[1],
+            order_S=wide_4S[2],
             ids_S=zeros(torch.int64),
             positions_S=zeros(torch.int64),
             slots_S=torch.full((num_lanes,), -1, dtype=torch.int64, device=device),
@@ -90,7 +97,7 @@ class Lanes:
             query_starts_S1=torch.arange(num_lanes + 1, dtype=torch.int32, device=device),
             tables_SB=torch.zeros((num_lanes, max_blocks), dtype=torch.int32, device=device),
             hidden_SE=torch.zeros((num_lanes, hidden_size), dtype=dtype, device=device),
-            numbers={**numbers, "seeds": wide_3S[2]},
+            numbers={**numbers, "seeds": wide_4S[3]},
         )
 
     @staticmethod
@@ -99,20 +106,21 @@ class Lanes:
     ) -> dict[str, np.ndarray]:
         """What to send for these spans and padding up to size. numbers: None if all are greedy."""
         count = len(rows_S)
-        wide_3S = np.zeros((2 if numbers is None else 3, size), dtype=np.int64)
-        wide_3S[0, count:] = -1
-        wide_3S[0, :count], wide_3S[1, :count] = rows_S, starts_S
+        wide_4S = np.zeros((3 if numbers is None else 4, size), dtype=np.int64)
+        wide_4S[0, count:] = -1
+        wide_4S[0, :count], wide_4S[1, :count] = rows_S, starts_S
+        wide_4S[2, :count], wide_4S[2, count:] = longest_first(starts_S), np.arange(count, size)
         if numbers is None:
-            return {"wide": wide_3S}
-        wide_3S[2, :count] = numbers["seeds"]
+            return {"wide": wide_4S}
+        wide_4S[3, :count] = numbers["seeds"]
         narrow_4S = np.zeros((4, size), dtype=np.int32)
         for place, name in enumerate(NARROW):
             narrow_4S[place, :count] = numbers[name].view(np.int32)
-        return {"wide": wide_3S, "narrow": narrow_4S}
+        return {"wide": wide_4S, "narrow": narrow_4S}
 
     def take(self, sent: Mapping[str, Tensor]) -> None:
         """Copy what was sent into place."""
-        for name, lanes in (("wide", self.wide_3S), ("narrow", self.narrow_4S)):
+        for name, lanes in (("wide", self.wide_4S), ("narrow", self.narrow_4S)):
             if name in sent:
                 lanes[: sent[name].shape[0], : sent[name].shape[1]].copy_(sent[name])
 
@@ -129,6 +137,7 @@ class Lanes:
             num_decodes=size,
             max_query=1,
             max_length=max_length,
+            order_S=self.order_S[:size],
         )
 
 
