@@ -17,15 +17,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandem.bench.drive import percentiles
 from tandem.bench.load_http import HttpClient
 from tandem.bench.load_stream import Outcome, stream
 from tandem.bench.report import write_json
 
 STEP_S = 0.02
+GAP_S = 5e-5
+TEXT_MARK = b'"text":"'
 SCRIPT = " ".join(f"{number:05d}" for number in range(20_000))
 
 
@@ -61,7 +63,7 @@ class Server:
     """A server process of this script, and its engine's; their figures."""
 
     def __init__(self, rows: int, limit: int, port: int = 8765) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+        self.url, self.port = f"http://127.0.0.1:{port}", port
         command = [sys.executable, __file__, "serve", "--rows", str(rows), "--limit", str(limit), "--port", str(port)]
         self.process = subprocess.Popen(command)
 
@@ -76,14 +78,20 @@ class Server:
             await asyncio.sleep(0.1)
         raise SystemExit("the server did not get ready")
 
+    def pids(self) -> list[int]:
+        """The HTTP process and its engine's."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [self.process.pid, *(int(pid) for task in tasks for pid in (task / "children").read_text().split())]
+
     def memory_mb(self) -> tuple[float, float]:
         """Resident memory of the HTTP process and of its engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = [self.process.pid, *map(int, children)]
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-        sizes = [_resident_mb(pid) for pid in dict.fromkeys(found)]
+        sizes = [_resident_mb(pid) for pid in self.pids()]
         return sizes[0], sum(sizes[1:])
+
+    def processor_s(self) -> tuple[float, ...]:
+        """Processor time used so far: by the HTTP process, its engine, and this client."""
+        used = [_processor_s(pid) for pid in self.pids()]
+        return used[0], sum(used[1:]), time.process_time()
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -92,6 +100,12 @@ class Server:
 
 def _resident_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _processor_s(pid: int) -> float:
+    """User and system time (proc(5), stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def timeline_of(client: HttpClient) -> dict[str, float]:
@@ -106,36 +120,121 @@ async def timeline_of(client: HttpClient) -> dict[str, float]:
     return found
 
 
-async def _ask(client: HttpClient, tokens: int, *, keep: bool = False) -> Outcome:
+async def _ask(client: HttpClient, tokens: int) -> Outcome:
     body = {"prompt": "count", "max_tokens": tokens, "ignore_eos": True}
-    return await stream(client, "/v1/completions", body, 3600.0, keep_text=keep)
+    return await stream(client, "/v1/completions", body, 3600.0)
+
+
+class Tally:
+    """What all listeners have heard. gaps: how many of each length, in steps of GAP_S; the last: longer ones."""
+
+    def __init__(self) -> None:
+        self.gaps = [0] * 100_001
+        self.num_chunks = self.num_tokens = self.num_requests = 0
+        self.errors: set[str] = set()
+
+    def gap_s(self, share: float) -> float:
+        """The gap that so many are within, rounded up to GAP_S."""
+        place, wanted = -1, share * sum(self.gaps)
+        while wanted > 0:
+            place += 1
+            wanted -= self.gaps[place]
+        return (place + 1) * GAP_S
+
+
+class Listener(asyncio.Protocol):
+    """One connection that asks again and again, and compares each byte of text with what the device says.
+
+    It shares its cores with the server, so it parses as little as will do: an event is found by its end, its text by
+    the marks around it. Anything that does not look as expected is an error.
+    """
+
+    def __init__(self, tally: Tally, tokens: int, end_s: float) -> None:
+        body = {"prompt": "count", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\nContent-Length: "
+        self.question = f"{head}{len(data)}\r\n\r\n".encode() + data
+        self.tally, self.end_s, self.expected = tally, end_s, SCRIPT[:tokens].encode()
+        self.last_words = (b'"completion_tokens":%d,' % tokens, b"data: [DONE]")
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self._question()
+
+    def _question(self) -> None:
+        self.rest, self.words, self.place, self.heard_s = b"", b"", 0, 0.0
+        self.transport.write(self.question)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self._end("the connection was lost")
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        *events, self.rest = (self.rest + data).split(b"\n\n")
+        said = b""
+        for event in events:
+            if text := event.partition(TEXT_MARK)[2].partition(b'"')[0]:
+                said += text
+            else:
+                self.words += event
+        if said:
+            self._count(said, now_s)
+        elif not events and b"HTTP/1.1 200" not in self.rest[:12] and not self.heard_s:
+            self._end(self.rest[:300].decode(errors="replace"))
+        if self.rest.endswith(b"\r\n0\r\n\r\n"):
+            self._answered()
+
+    def _count(self, said: bytes, now_s: float) -> None:
+        end, tally = self.place + len(said), self.tally
+        if self.expected[self.place : end] != said:
+            self._end(f"behind {self.place} tokens came {said[:40]!r}")
+            return
+        if self.heard_s:
+            tally.gaps[min(int((now_s - self.heard_s) / GAP_S), len(tally.gaps) - 1)] += 1
+        self.place, self.heard_s = end, now_s
+        tally.num_chunks += 1
+        tally.num_tokens += len(said)
+
+    def _answered(self) -> None:
+        self.tally.num_requests += 1
+        if self.place != len(self.expected) or not all(words in self.words for words in self.last_words):
+            self._end(f"an answer of {self.place} tokens ended with {self.words[-200:]!r}")
+        elif time.perf_counter() >= self.end_s:
+            self._end(None)
+        else:
+            self._question()
+
+    def _end(self, error: str | None) -> None:
+        if error is not None:
+            self.tally.errors.add(error)
+        if not self.done.done():
+            self.done.set_result(None)
+        self.transport.close()
 
 
 async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
-    server = Server(rows=max(512, arguments.streams), limit=100_000)
+    server, tally = Server(rows=max(512, arguments.streams), limit=100_000), Tally()
+    loop = asyncio.get_running_loop()
     try:
         client = await server.ready()
-        tokens, end_s = arguments.tokens, time.perf_counter() + arguments.seconds
-        before = await timeline_of(client)
-        outcomes: list[Outcome] = []
-
-        async def work() -> None:
-            while time.perf_counter() < end_s:
-                outcomes.append(await _ask(client, tokens, keep=True))
-
-        tasks = [asyncio.ensure_future(work()) for _ in range(arguments.streams)]
-        memory = []
-        while not all(task.done() for task in tasks):
-            await asyncio.wait(tasks, timeout=5.0)
-            memory.append((round(time.perf_counter(), 1), *server.memory_mb()))
-            print(f"  memory {memory[-1][1]:.0f} + {memory[-1][2]:.0f} MB", file=sys.stderr, flush=True)
+        began_s = time.perf_counter()
+        before, used = await timeline_of(client), server.processor_s()
+        make = partial(Listener, tally, arguments.tokens, began_s + arguments.seconds)
+        listeners = [
+            (await loop.create_connection(make, "127.0.0.1", server.port))[1] for _ in range(arguments.streams)
+        ]
+        done, memory = asyncio.gather(*(listener.done for listener in listeners)), []
+        while not done.done():
+            await asyncio.wait([done], timeout=5.0)
+            memory.append((round(time.perf_counter() - began_s, 1), *server.memory_mb()))
+            print(f"  memory {memory[-1][1]:.1f} + {memory[-1][2]:.1f} MB", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - began_s
+        used = tuple(now - then for now, then in zip(server.processor_s(), used, strict=True))
         after = await timeline_of(client)
     finally:
         server.stop()
-    for task in tasks:
-        task.result()
-    wrong = [o for o in outcomes if o.error or "".join(o.text) != SCRIPT[:tokens] or o.usage_tokens != tokens]
-    gaps = [gap for o in outcomes for gap in o.chunk_gaps_s]
 
     def grown(*words: str, without: str = "-") -> float:
         return sum(
@@ -144,20 +243,22 @@ async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
             if any(word in name for word in words) and without not in name
         )
 
-    num_chunks = sum(len(o.chunks_s) for o in outcomes)
     num_steps = max(1.0, grown("tandem:steps_total"))
     on_device_s = grown("device_active_seconds_total", "device_idle_seconds_total", without='cause="nothing"')
+    half = len(memory) // 2
     return {
-        "streams": arguments.streams, "tokens_each": tokens, "wrong": len(wrong),
-        "errors": sorted({o.error for o in outcomes if o.error}),
-        "gap_ms": {name: value * 1e3 for name, value in percentiles(gaps).items()},
-        "added_p99_ms": percentiles(gaps)["p99"] * 1e3 - STEP_S * 1e3,
-        "events_per_s": num_chunks / (max(o.end_s for o in outcomes) - min(o.sent_s for o in outcomes)),
-        "tokens_per_chunk": sum(o.num_tokens for o in outcomes) / max(1, num_chunks),
-        "memory_mb": memory, "memory_first_half_mb": _mean(memory[: len(memory) // 2]), "memory_second_half_mb":
-        _mean(memory[len(memory) // 2 :]), "steps": num_steps, "step_ms": on_device_s / num_steps * 1e3,
+        "streams": arguments.streams, "tokens_each": arguments.tokens, "errors": sorted(tally.errors),
+        "requests": tally.num_requests, "tokens": tally.num_tokens,
+        "gap_ms": {f"p{100 * share:g}": tally.gap_s(share) * 1e3 for share in (0.5, 0.9, 0.99, 0.999)},
+        "added_p99_ms": (tally.gap_s(0.99) - STEP_S) * 1e3, "chunks_per_s": tally.num_chunks / seconds,
+        "tokens_per_chunk": tally.num_tokens / max(1, tally.num_chunks),
+        "memory_mb": memory, "memory_first_half_mb": _mean(memory[:half]),
+        "memory_second_half_mb": _mean(memory[half:]),
+        "steps": num_steps, "step_ms": on_device_s / num_steps * 1e3,
         "host_ms_a_step": grown("host_seconds_total", without='part="wait"') / num_steps * 1e3,
-        "requests": len(outcomes),
+        "processor_us_a_chunk": dict(zip(("http", "engine", "client"),
+        (round(seconds / max(1, tally.num_chunks) * 1e6, 1) for seconds in used), strict=True)),
+        "processor_share": [round(each / seconds, 3) for each in used], "load": os.getloadavg(),
     }  # fmt: skip
 
 
@@ -181,7 +282,7 @@ async def overload(arguments: argparse.Namespace) -> dict[str, Any]:
             counts.append((outcome.end_s, outcome.num_tokens))
 
     async def phase(client: HttpClient, rate: float, seconds: float) -> list[asyncio.Task[None]]:
-        began_s, tasks = time.perf_counter(), []
+        began_s, tasks = time.perf_counter(), list[asyncio.Task[None]]()
         while (now_s := time.perf_counter() - began_s) < seconds:
             while len(tasks) < now_s * rate:
                 tasks.append(asyncio.ensure_future(one(client)))

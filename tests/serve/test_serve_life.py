@@ -132,7 +132,7 @@ def test_c33_in_mid_stream() -> None:
 def test_c34_sigterm_drains() -> None:
     """8 streams half done and 8 queued all finish; new posts and readiness get 503; metrics can be read."""
     with Process(step_s=0.02, max_num_seqs=8, max_model_len=512) as server, ThreadPoolExecutor(20) as pool:
-        body = {"prompt": "go", "max_tokens": 60, "ignore_eos": True}
+        body = {"prompt": "go", "max_tokens": 200, "ignore_eos": True}
         begun = [threading.Event() for _ in range(8)]
         streams = [pool.submit(stream, server, body, event) for event in begun]
         assert all(event.wait(10) for event in begun)

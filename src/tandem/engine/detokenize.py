@@ -25,6 +25,7 @@ class Detokenizer:
 
     visible_bytes   id → the bytes it adds to the text (none for special tokens that are skipped).
     concatenates    the tokenizer is byte-level: whole characters decode alike in any company, so no context is kept.
+    decode_one      the decoder's text of one id alone, remembered by whoever gives it; used where that is all there is.
     """
 
     def __init__(
@@ -34,16 +35,22 @@ class Detokenizer:
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         concatenates: bool = False,
+        decode_one: Callable[[int], str] | None = None,
     ) -> None:
         self._decode: Callable[[list[int], bool], str] = tokenizer.decode
         self._visible_bytes = visible_bytes
         self._skip = skip_special_tokens
         self._concatenates = concatenates
+        self._decode_one = decode_one if concatenates else None
         self._ids, self._prefix = self._context_of(prompt_ids)
         self._num_read = len(self._ids)
 
     def push(self, token: int) -> str:
         """The characters that became final with this token, often none."""
+        if self._decode_one is not None and not self._ids:
+            alone = self._decode_one(token)
+            if REPLACEMENT not in alone:
+                return alone
         self._ids.append(token)
         text = self._decode(self._ids, self._skip)
         if text == self._prefix and not self._visible_bytes(token):

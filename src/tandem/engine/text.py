@@ -7,7 +7,7 @@ meanwhile. Nothing here changes the tokenizer after construction, which is what 
 import asyncio
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -58,6 +58,9 @@ class Text:
         self._longest_bytes = self._longest_token(layout)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tandem-encode")
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
+        decode: Callable[..., str] = self.tokenizer.decode
+        self._decode_shown = lru_cache(maxsize=65536)(lambda token: decode([token], skip_special_tokens=True))
+        self._decode_all = lru_cache(maxsize=65536)(lambda token: decode([token], skip_special_tokens=False))
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of a text. Safe from several threads.
@@ -99,7 +102,8 @@ class Text:
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """An incremental decoder for what follows prompt_ids."""
         visible = self.visible_bytes(skip_special_tokens)
-        return Detokenizer(self.tokenizer, visible, prompt_ids, skip_special_tokens, self._is_byte_level)
+        decode_one = self._decode_shown if skip_special_tokens else self._decode_all
+        return Detokenizer(self.tokenizer, visible, prompt_ids, skip_special_tokens, self._is_byte_level, decode_one)
 
     def visible_bytes(self, skip_special_tokens: bool) -> Any:
         """A function id → the bytes that the token adds to a decoded text."""

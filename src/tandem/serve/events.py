@@ -55,7 +55,7 @@ class EventStream:
     ) -> None:  # fmt: skip
         self.events, self.on_end, self.keep_alive_s = events, on_end, keep_alive_s
         self.headers = HEADERS + (headers or [])
-        self.started = False
+        self.started = self.sending = False
         self.sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +64,7 @@ class EventStream:
         lock = asyncio.Lock()
         beat = asyncio.ensure_future(self._keep_alive(send, lock))
         try:
-            await unless_gone(receive, self._pump(send, lock))
+            await unless_gone(receive, self._pump(send, scope.get("tandem.send", send), lock))
             beat.cancel()
             await send({"type": "http.response.body", "body": b""})
         except ClientGoneError as left:
@@ -80,26 +80,33 @@ class EventStream:
             beat.cancel()
             self.on_end(error)
 
-    async def _pump(self, send: Send, lock: asyncio.Lock) -> None:
+    async def _pump(self, send: Send, send_body: Send, lock: asyncio.Lock) -> None:
+        """Send events. A client that reads too slowly is waited for in ``send_body``, and nobody waits with it."""
+        time_s = asyncio.get_running_loop().time
         async with aclosing(self.events):
             async for event in self.events:
-                async with lock:
-                    await self._send(send, event)
+                self.sending = True
+                if lock.locked() or not self.started:
+                    async with lock:
+                        await self._start(send)
+                await send_body({"type": "http.response.body", "body": event, "more_body": True})
+                self.sent_at = time_s()
+                self.sending = False
 
     async def _keep_alive(self, send: Send, lock: asyncio.Lock) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(0.01, self.sent_at + self.keep_alive_s - loop.time()))
-            async with lock:
-                if loop.time() >= self.sent_at + self.keep_alive_s:
-                    await self._send(send, b": keep-alive\n\n")
+            if not self.sending and loop.time() >= self.sent_at + self.keep_alive_s:
+                async with lock:
+                    await self._start(send)
+                    await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+                self.sent_at = loop.time()
 
-    async def _send(self, send: Send, data: bytes) -> None:
+    async def _start(self, send: Send) -> None:
         if not self.started:
             self.started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.headers})
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-        self.sent_at = asyncio.get_running_loop().time()
 
     async def _tell(self, failure: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         """An error body if nothing is out yet, else one error event; never a bare end."""

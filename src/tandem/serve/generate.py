@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import orjson
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from tandem.engine.contract import Card, Update
+from tandem.engine.contract import Card
 from tandem.errors import ContextLengthError, RequestError
 from tandem.request import Request as EngineRequest
 from tandem.request import SamplingParams
@@ -183,9 +183,7 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
             job.show.explain = lambda: journey.account(engine)
         reply = job.make_reply(asks, job.show)
         service.journeys.keep(reply.id, journey)
-        updates = service.updates(asks, body.timeout_s)
-        if job.params.constraint is not None:
-            updates = _naming(updates, job)
+        updates = service.updates(asks, body.timeout_s, job.constraint_param if job.params.constraint else None)
         held = stack.pop_all()
 
     def end(error: Exception | None) -> None:
@@ -232,20 +230,6 @@ async def _encoded(service: Service, job: Job) -> list[Sequence[int]]:
         encoded.append(ids)
         await asyncio.sleep(0)  # many short prompts together are a long one
     return encoded
-
-
-async def _naming(
-    updates: AsyncGenerator[tuple[Ask, Update], None], job: Job
-) -> AsyncGenerator[tuple[Ask, Update], None]:
-    """The same updates; an error of the grammar names the field that brought it."""
-    try:
-        async with aclosing(updates):
-            async for item in updates:
-                yield item
-    except RequestError as error:
-        if error.code == "invalid_value" and error.param is None:
-            error.param = job.constraint_param
-        raise
 
 
 def _abort(asks: Sequence[Ask]) -> None:

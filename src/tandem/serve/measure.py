@@ -10,14 +10,12 @@ once for all answers of a prompt, as usage has them, when its first token comes.
 A fault in here is logged once and ends the measuring; it never touches a request.
 """
 
-import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,16 +25,9 @@ from tandem.serve.reply import Ask
 
 log = logging.getLogger("tandem.serve")
 
-Item = tuple[Ask, Update]
 ARRIVAL_S: ContextVar[float] = ContextVar("tandem_arrival_s")
 RECENT = 2048
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
-
-
-class Tap(Protocol):
-    """Watches the updates of one request go by, and passes every one on unchanged."""
-
-    def watch(self, asks: Sequence[Ask], updates: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]: ...
 
 
 class Answer:
@@ -53,12 +44,32 @@ class Answer:
 class Visit:
     """One request while it is answered. answers are in the order of the reply's indices."""
 
-    __slots__ = ("answers", "arrival_s", "asks", "began", "number")
+    __slots__ = ("answers", "arrival_s", "asks", "began", "meter", "number")
 
-    def __init__(self, number: int, arrival_s: float, asks: Sequence[Ask]) -> None:
-        self.number, self.arrival_s, self.asks = number, arrival_s, asks
+    def __init__(self, meter: "Meter", number: int, arrival_s: float, asks: Sequence[Ask]) -> None:
+        self.meter, self.number, self.arrival_s, self.asks = meter, number, arrival_s, asks
         self.answers = [Answer() for ask in asks for _ in range(ask.num_choices)]
         self.began = [False] * len(asks)
+
+    def saw(self, ask: Ask, update: Update) -> None:
+        """updates.Watcher.saw"""
+        meter = self.meter
+        if meter.broken:
+            return
+        try:
+            answer = self.answers[ask.first_index + update.index]
+            if not answer.over:
+                now_s = time.perf_counter()
+                if count := len(update.token_ids):
+                    meter._tokens(self, ask, answer, update, count, now_s)
+                if update.finish is not None:
+                    meter._end(self, answer, update.finish, now_s)
+        except Exception:
+            meter.give_up()
+
+    def close(self, left: str | None) -> None:
+        """updates.Watcher.close"""
+        self.meter.guarded(self.meter._close, self, left)
 
     def as_dict(self, now_s: float) -> dict[str, Any]:
         """For people who watch: sizes and times in seconds, never a prompt."""
@@ -101,49 +112,31 @@ class Meter:
         self.broken = False
         self._number = 0
 
-    async def watch(self, asks: Sequence[Ask], updates: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-        """Tap.watch: pass the updates on, and count them."""
-        visit = self._guarded(self._open, asks)
-        left = "failed"
-        try:
-            async with aclosing(updates):
-                async for item in updates:
-                    if visit is not None and not self.broken:
-                        self._guarded(self._update, visit, *item)
-                    yield item
-        except (GeneratorExit, asyncio.CancelledError):
-            left = "aborted"
-            raise
-        finally:
-            if visit is not None:
-                self._guarded(self._close, visit, left)
+    def watch(self, asks: Sequence[Ask]) -> Visit | None:
+        """updates.Tap.watch: count and time them."""
+        visit: Visit | None = self.guarded(self._open, asks)
+        return visit
 
-    def _guarded(self, do: Any, *what: Any) -> Any:
+    def guarded(self, do: Any, *what: Any) -> Any:
         if self.broken:
             return None
         try:
             return do(*what)
         except Exception:
-            self.broken = True
-            log.exception("measuring requests failed and ends; requests go on")
+            self.give_up()
             return None
+
+    def give_up(self) -> None:
+        """Called while an exception is handled."""
+        self.broken = True
+        log.exception("measuring requests failed and ends; requests go on")
 
     def _open(self, asks: Sequence[Ask]) -> Visit:
         self._number += 1
-        visit = Visit(self._number, ARRIVAL_S.get(0.0) or time.perf_counter(), asks)
+        visit = Visit(self, self._number, ARRIVAL_S.get(0.0) or time.perf_counter(), asks)
         self.num_accepted += len(visit.answers)
         self.live[visit.number] = visit
         return visit
-
-    def _update(self, visit: Visit, ask: Ask, update: Update) -> None:
-        now_s = time.perf_counter()
-        answer = visit.answers[ask.first_index + update.index]
-        if answer.over:
-            return
-        if count := len(update.token_ids):
-            self._tokens(visit, ask, answer, update, count, now_s)
-        if update.finish is not None:
-            self._end(visit, answer, update.finish, now_s)
 
     def _tokens(self, visit: Visit, ask: Ask, answer: Answer, update: Update, count: int, now_s: float) -> None:
         answer.num_tokens += count
@@ -183,7 +176,7 @@ class Meter:
             if answer.num_tokens > 1:
                 self.tpot_s.observe((answer.last_s - answer.first_s) / (answer.num_tokens - 1))
 
-    def _close(self, visit: Visit, left: str) -> None:
+    def _close(self, visit: Visit, left: str | None) -> None:
         """However a request ended, its answers that had no end of their own end now."""
         del self.live[visit.number]
         if most := max(answer.num_tokens for answer in visit.answers):
@@ -204,7 +197,10 @@ class Meter:
 
 
 class Doorkeeper:
-    """ASGI middleware: notes when a request came, and counts answers by class of status."""
+    """ASGI middleware: notes when a request came, and counts answers by class of status.
+
+    scope["tandem.send"]   the way out that skips those who look at an answer's head alone, for the parts of a stream.
+    """
 
     def __init__(self, app: ASGIApp, meter: Meter) -> None:
         self.app, self.meter = app, meter
@@ -214,6 +210,7 @@ class Doorkeeper:
             await self.app(scope, receive, send)
             return
         ARRIVAL_S.set(time.perf_counter())
+        scope["tandem.send"] = send
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":

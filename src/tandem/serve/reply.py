@@ -6,10 +6,10 @@ log-probabilities, usage and finish reason.
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -20,6 +20,7 @@ from tandem.serve.logprobs import Tokens, chat_entries, completion_lists, prompt
 from tandem.serve.parse import AnswerParser, Piece
 
 MakeParser = Callable[[], AnswerParser]
+_MARK = "\N{REPLACEMENT CHARACTER}"
 Explain = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -34,7 +35,12 @@ class Ask:
     params: SamplingParams | None = None
 
 
-Updates = AsyncGenerator[tuple[Ask, Update], None]
+class Updates(Protocol):
+    """What a reply is made of; see updates.Updates."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[Ask, Update]]: ...
+
+    async def aclose(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -59,7 +65,10 @@ class Show:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as it grows."""
+    """One answer as it grows.
+
+    plain   what stands before and behind the text in an event that shows nothing else.
+    """
 
     index: int
     show: Show
@@ -71,6 +80,7 @@ class Choice:
     started: bool = False
     called: bool = False
     text_length: int = 0
+    plain: tuple[bytes, bytes] | None = None
 
     def take(self, update: Update) -> list[Piece]:
         """Pieces of the answer that this update completes."""
@@ -141,6 +151,11 @@ class Reply:
         """One server-sent event a piece; the last of a choice carries its finish reason, then usage, then [DONE]."""
         async with aclosing(updates):
             async for ask, update in updates:
+                choice = self.choices[ask.first_index + update.index]
+                if choice.plain is not None and update.text and update.finish is None:
+                    choice.token_ids += update.token_ids
+                    yield b"%b%b%b" % (choice.plain[0], orjson.dumps(update.text), choice.plain[1])
+                    continue
                 choice = self.admit(ask, update)
                 pieces = choice.take(update)
                 shows_tokens = bool(update.token_ids) and (self.show.token_ids or self.show.logprobs)
@@ -149,12 +164,26 @@ class Reply:
                 for i, piece in enumerate(pieces):
                     yield self._event(choice, piece, update if i == len(pieces) - 1 else None)
                     choice.started = True
+                if choice.plain is None and choice.started and choice.token_ids:
+                    choice.plain = self._plain(choice)
         explanation = await self.explanation()
         if self.show.usage_chunk:
             yield sse(self.envelope(self.chunk_kind) | {"choices": [], "usage": self.usage()} | explanation)
         elif explanation:
             yield sse(self.envelope(self.chunk_kind) | {"choices": []} | explanation)
         yield b"data: [DONE]\n\n"
+
+    def _plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """The bytes around the text of an event that shows nothing else; None if events of this reply may.
+
+        Such an event is by far the most frequent one, and this makes it cheap.
+        """
+        show = self.show
+        if choice.parser or show.logprobs or show.token_ids or show.continuous_usage or show.silent:
+            return None
+        # only null and numbers stand behind the text, so the last place is its
+        before, _, behind = self._event(choice, Piece(content=_MARK), None).rpartition(orjson.dumps(_MARK))
+        return before, behind
 
     def admit(self, ask: Ask, update: Update) -> Choice:
         choice = self.choices[ask.first_index + update.index]

@@ -3,15 +3,13 @@
 It knows requests' lives (admitted, answered, ended); it does not know routes or bodies.
 """
 
-import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.engine.contract import Update
 from tandem.engine.engine import AsyncEngine
 from tandem.engine.streams import AsyncStream
 from tandem.errors import EngineDeadError, RequestError, TandemError
@@ -19,8 +17,9 @@ from tandem.serve.accept import Limits
 from tandem.serve.events import ClientGoneError
 from tandem.serve.explain import Journeys
 from tandem.serve.failure import HttpError, status_of
-from tandem.serve.measure import Meter, Tap
+from tandem.serve.measure import Meter
 from tandem.serve.reply import Ask
+from tandem.serve.updates import Tap, Updates
 
 _OVER = "the request's time of {:g} s is over."
 _WAITED = "no token came within {:g} s of waiting."
@@ -120,72 +119,17 @@ class Service:
             self.num_requests -= 1
             self.num_tokens -= num_tokens
 
-    def updates(self, asks: Sequence[Ask], deadline_s: float | None = None) -> AsyncGenerator[tuple[Ask, Update], None]:
-        """What ``_updates`` gives, past the meter and the taps."""
-        passing = self._updates(asks, deadline_s)
-        for tap in (self.meter, *self.taps):
-            passing = tap.watch(asks, passing)
-        return passing
-
-    async def _updates(
-        self, asks: Sequence[Ask], deadline_s: float | None = None
-    ) -> AsyncGenerator[tuple[Ask, Update], None]:
-        """All updates of all asks as they come. However it ends, every stream is at its end or aborted then.
+    def updates(self, asks: Sequence[Ask], deadline_s: float | None = None, naming: str | None = None) -> Updates:
+        """All updates of all asks as they come, past the meter and the taps; see Updates.
 
         Raises what a stream raises; 504 behind the deadline; 503 if the queue wait is over before a first token.
         """
-        merged = self._alone(asks[0]) if len(asks) == 1 else self._merged(asks)
         limit_s = self.limits.deadline_s if deadline_s is None else deadline_s
-        # one timer a request, not one a token: at thousands of tokens a second the difference is a sixth of a core
-        timers = [_later(limit_s, asks, HttpError(_OVER.format(limit_s), code="deadline_exceeded"))]
-        if (wait_s := self.queue.wait_s) is not None and wait_s < limit_s:
-            timers.append(_later(wait_s, asks, HttpError(_WAITED.format(wait_s), code="queue_timeout")))
-        self.streams.update(ask.stream for ask in asks)
-        try:
-            async for item in merged:
-                if len(timers) > 1:
-                    timers.pop().cancel()
-                if item[1].finish == "abort" and self.ended_by is not None:
-                    raise self.ended_by
-                yield item
-        finally:
-            for timer in timers:
-                timer.cancel()
-            for ask in asks:
-                ask.stream.abort()
-                self.streams.discard(ask.stream)
-            await merged.aclose()
-
-    async def _alone(self, ask: Ask) -> AsyncGenerator[tuple[Ask, Update], None]:
-        async for update in ask.stream:
-            yield ask, update
-
-    async def _merged(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[Ask, Update], None]:
-        queue: asyncio.Queue[tuple[Ask, Update] | BaseException | None] = asyncio.Queue()
-
-        async def drain(ask: Ask) -> None:
-            try:
-                async for update in ask.stream:
-                    queue.put_nowait((ask, update))
-                queue.put_nowait(None)
-            except Exception as error:
-                queue.put_nowait(error)
-
-        tasks = [asyncio.ensure_future(drain(ask)) for ask in asks]
-        try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        limit = limit_s, HttpError(_OVER.format(limit_s), code="deadline_exceeded")
+        wait = None
+        if (wait_s := self.queue.wait_s) is not None:
+            wait = wait_s, HttpError(_WAITED.format(wait_s), code="queue_timeout")
+        return Updates(asks, (self.meter, *self.taps), limit, wait, self.streams, lambda: self.ended_by, naming)
 
     def end_all(self, reason: TandemError) -> None:
         """End every answer with an error: streams get an error event, the others an error body.
@@ -213,13 +157,3 @@ class Service:
             "draining": self.draining,
             "ended": dict(self.ended),
         }
-
-
-def _later(delay_s: float, asks: Sequence[Ask], error: TandemError) -> asyncio.TimerHandle:
-    """End the readers of all asks with an error by then."""
-
-    def end() -> None:
-        for ask in asks:
-            ask.stream.end(error)
-
-    return asyncio.get_running_loop().call_later(delay_s, end)

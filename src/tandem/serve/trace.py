@@ -6,20 +6,18 @@ semantic conventions for generative AI (opentelemetry.io/docs/specs/semconv/gen-
 names them, for the conventions have no attribute for them. No text of prompt or answer is in a span.
 """
 
-import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem import __version__
+from tandem.engine.contract import Update
 from tandem.errors import SettingError
-from tandem.serve.measure import Item
 from tandem.serve.reply import Ask
 from tandem.serve.service import Service
 
@@ -38,19 +36,30 @@ class Sight:
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
         self.first_s = self.last_s = 0.0
-        self.prompt_tokens = self.cached_tokens = self.tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.tokens = self.num_answers = 0
         self.finish: dict[int, str] = {}
         self.params: Any = None
         self.status = 0
         self.response_id: str | None = None
         self.left: str | None = None
 
+    def saw(self, ask: Ask, update: Update) -> None:
+        self.last_s = time.perf_counter()
+        self.first_s = self.first_s or (self.last_s if update.token_ids else 0.0)
+        self.tokens += len(update.token_ids)
+        if update.finish is not None:
+            self.finish[ask.first_index + update.index] = update.finish
+
+    def close(self, left: str | None) -> None:
+        if left != "aborted" or len(self.finish) < self.num_answers:
+            self.left = left
+
 
 SIGHT: ContextVar[Sight | None] = ContextVar("tandem_sight", default=None)
 
 
 class Tracing:
-    """ASGI middleware and measure.Tap in one. tracer: of OpenTelemetry's API."""
+    """ASGI middleware and updates.Tap in one. tracer: of OpenTelemetry's API."""
 
     def __init__(self, app: ASGIApp, service: Service, tracer: Any) -> None:
         self.app, self.service, self.tracer = app, service, tracer
@@ -112,30 +121,14 @@ class Tracing:
         except Exception:
             log.exception("a span could not be ended; the request is unharmed")
 
-    async def watch(self, asks: Sequence[Ask], updates: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-        """measure.Tap.watch: pass the updates on, and note what a span tells."""
+    def watch(self, asks: Sequence[Ask]) -> Sight | None:
+        """updates.Tap.watch: note what a span tells."""
         sight = SIGHT.get()
         if sight is not None:
+            sight.num_answers = sum(ask.num_choices for ask in asks)
             sight.prompt_tokens = sum(len(ask.stream.prompt_token_ids) for ask in asks)
             sight.params = asks[0].params
-        try:
-            async with aclosing(updates):
-                async for ask, update in updates:
-                    if sight is not None:
-                        sight.last_s = time.perf_counter()
-                        sight.first_s = sight.first_s or (sight.last_s if update.token_ids else 0.0)
-                        sight.tokens += len(update.token_ids)
-                        if update.finish is not None:
-                            sight.finish[ask.first_index + update.index] = update.finish
-                    yield ask, update
-        except (GeneratorExit, asyncio.CancelledError):
-            if sight is not None and len(sight.finish) < sum(ask.num_choices for ask in asks):
-                sight.left = "aborted"
-            raise
-        except Exception:
-            if sight is not None:
-                sight.left = "failed"
-            raise
+        return sight
 
 
 def attributes_of(sight: Sight) -> dict[str, Any]:
