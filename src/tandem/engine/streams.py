@@ -43,6 +43,10 @@ class Backlog:
         self._updates.clear()
         self.ended, self._error = True, None
 
+    @property
+    def has_news(self) -> bool:
+        return self.ended or bool(self._updates)
+
     def take(self) -> Update | None:
         """The next update; None: there is none yet. Raises the error behind the last update, or StopIteration."""
         if self._updates:
@@ -77,6 +81,11 @@ class AsyncInbox:
         self._waiter: asyncio.Future[None] | None = None
         self.on_news: Callable[[], None] | None = None
         self.take = self._backlog.take
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take`` gives an update, or the end."""
+        return self._backlog.has_news
 
     def feed(self, update: Update) -> None:
         if not self._backlog.ended:

@@ -86,17 +86,19 @@ class Updates:
     def _take(self) -> tuple[Ask, Update] | None:
         """The next update that has come; None: none has."""
         while self._ready:
-            place, ask = next(iter(self._ready.items()))
+            place = next(iter(self._ready))
+            ask = self._ready.pop(place)
             inbox = ask.stream.inbox
             try:
                 update = inbox.take()
             except StopIteration:
                 inbox.on_news = None
                 self._left -= 1
-                update = None
-            if update is None:
-                del self._ready[place]
                 continue
+            if update is None:
+                continue
+            if inbox.has_news:
+                self._ready[place] = ask
             if len(self._timers) > 1:
                 self._timers.pop().cancel()
             if update.finish == "abort" and (reason := self._ended_by()) is not None:
