@@ -369,11 +369,11 @@ def linear_cases(sweep: bool) -> None:
 MODELS = {"8B": (4096, 32, 8, 14336, 3), "0.6B": (1024, 16, 8, 3072, 12)}  # hidden, heads, kv heads, inner, layers
 
 
-KINDS = (("library", "chosen"), ("own", "chosen"), ("apart", "chosen"), ("own", "none"), ("invariant", "chosen"))
+KINDS = (("library", "chosen"), ("own", "chosen"), ("own", "none"), ("invariant", "chosen"))
 
 
 def layer_cases(sweep: bool) -> None:
-    """A decode layer of seven kernels (apart: norms, rotation and cache write by one of their own), once with the library's products and once batch-invariant."""
+    """A decode layer of eight kernels, once with the library's products and once batch-invariant."""
     from tandem.kernels import attention_decode as decode
     from tandem.kernels import linear as lin
     from tandem.kernels.activation_triton import gated_triton
@@ -406,35 +406,20 @@ def layer_cases(sweep: bool) -> None:
                 qkv_w, o_w, up_w, down_w = made[number]
                 c = caches[number % len(caches)]
                 product = {
-                    "library": F.linear, "own": lin.linear_parts, "apart": lin.linear_parts,
-                    "invariant": lambda x, w: lin.linear(x, w, None, True),
+                    "library": F.linear, "own": lin.linear_parts,                     "invariant": lambda x, w: lin.linear(x, w, None, True),
                 }[kind]  # fmt: skip
                 x, total = add_rms_norm_triton(state[0], state[1], norm, 1e-6)
-                at = slots[number % len(caches)]
-                if kind in ("invariant", "apart"):
-                    queries = norm_rope_store_triton(
-                        product(x, qkv_w), positions, table, at, c.keys, c.values, heads, head_norm, head_norm
-                    )
+                queries = norm_rope_store_triton(
+                    product(x, qkv_w), positions, table, slots[number % len(caches)], c.keys, c.values, heads, head_norm,
+                    head_norm,
+                )  # fmt: skip
                 if kind == "invariant":
                     invariant_decode_attention(
                         queries, c.keys, c.values, c.tables, c.lengths, c.starts, length, c.out, scratch, c.scale
                     )
-                elif kind == "apart":
-                    decode.decode_attention(
-                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
-                    )
                 else:
                     decode.decode_attention(
-                        product(x, qkv_w),
-                        c.keys,
-                        c.values,
-                        c.tables,
-                        c.lengths,
-                        c.out,
-                        scratch,
-                        c.scale,
-                        splits,
-                        rotary=decode.Rotary(at, table, head_norm, head_norm, 1e-6),
+                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
                     )
                 x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w), total, norm, 1e-6)
                 if kind == "library":
@@ -445,7 +430,7 @@ def layer_cases(sweep: bool) -> None:
 
             chosen = dict(launch.DEPENDENT)
             modes = {"chosen": chosen, "none": dict.fromkeys(chosen, 0)}
-            for kind, mode in KINDS if sweep else KINDS[1:3]:
+            for kind, mode in KINDS if sweep else KINDS[:2]:
                 if not (COMPILING and kind == "library"):
                     state = [residual, residual]
                     launch.DEPENDENT.update(modes[mode])

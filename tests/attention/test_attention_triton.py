@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.attention.contract import AttentionShape, Batch, RotaryShape
+from tandem.attention.contract import AttentionShape, Batch
 from tandem.attention.triton import TritonAttention
 
 pytest.importorskip("triton")
@@ -92,6 +92,16 @@ def test_splits_of_a_decode(splits, monkeypatch):
     assert not backend.scratch.tickets.any()
 
 
+def test_the_order_of_spans_changes_no_result(monkeypatch):
+    sent = case((4, 2, 64, 16, None, None), [(1, 20), (1, 90), (1, 1), (1, 64)])
+    backend = TritonAttention(torch.device(DEVICE))
+    monkeypatch.setattr(backend, "num_splits", lambda *_: 1)
+    as_they_come = backend.attend(*sent)
+    sent[3].order_S = torch.tensor([1, 3, 0, 2], device=DEVICE)
+    assert torch.equal(backend.attend(*sent), as_they_come)
+    assert_near(as_they_come, slow(*sent))
+
+
 def test_padding_rows_give_zeros():
     queries, keys, values, batch, asked = case((4, 2, 64, 16, None, None), [(1, 20), (1, 5)])
     batch.lengths_S[1] = 0
@@ -142,39 +152,3 @@ def test_num_splits_follow_batch_and_length():
     assert backend.num_splits(1, 512, keys) == 8
     assert backend.num_splits(1, 100_000, keys) == 64
     assert backend.num_splits(1, 20, keys) == 1
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("parts", "has_norm"), [(1, False), (3, True)])
-def test_projections_norms_rotation_and_cache_write_in_one(shape, parts, has_norm, splits, monkeypatch):
-    from tandem.kernels.rotary import norm_rope_store_torch
-
-    heads, kv, dim, block, _, _ = shape
-    _, keys, values, batch, asked = case(shape, [(1, 1), (1, 37), (1, 2 * block + 1), (1, 5)])
-    generator = torch.Generator().manual_seed(5)
-    qkv = torch.randn(parts, 4, (heads + 2 * kv) * dim, generator=generator).to(DEVICE)
-    qkv = qkv[0] if parts == 1 else qkv
-    table = torch.randn(80 + 2 * block, dim, generator=generator).to(DEVICE)
-    norms = tuple(torch.rand(dim, generator=generator).to(DEVICE) if has_norm else None for _ in range(2))
-    positions = batch.lengths_S.long() - 1
-    blocks = batch.tables_SB.gather(1, positions[:, None] // block)[:, 0].long()
-    batch.slots_T = blocks * block + positions % block
-    expected = [keys.clone(), values.clone()]
-    queries = norm_rope_store_torch(qkv, positions, table, batch.slots_T, *expected, heads, *norms, 1e-5)
-    want = slow(queries, *expected, batch, asked)
-    batch.lengths_S[3], batch.slots_T[3] = 0, -1  # padding: nothing is written, zeros come out
-    backend = TritonAttention(torch.device(DEVICE))
-    monkeypatch.setattr(backend, "num_splits", lambda *_: splits)
-    batch.order_S = torch.tensor([2, 1, 0, 3], device=DEVICE)
-    untouched = keys[blocks[3], positions[3] % block].clone()
-    got = backend.attend_projected(qkv, RotaryShape(table, *norms, 1e-5), keys, values, batch, asked)
-    assert_near(got[:3], want[:3])
-    assert not got[3].any()
-    assert torch.equal(untouched, keys[blocks[3], positions[3] % block])
-    for cache, twin in zip((keys, values), expected, strict=True):
-        torch.testing.assert_close(
-            cache.view(-1, kv, dim)[batch.slots_T[:3]], twin.view(-1, kv, dim)[batch.slots_T[:3]]
-        )
-    batch.num_decodes = 3
-    assert backend.attend_projected(qkv, RotaryShape(table, *norms, 1e-5), keys, values, batch, asked) is None

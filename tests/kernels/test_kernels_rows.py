@@ -99,3 +99,26 @@ def test_compiling_ahead_leaves_launches_alone_in_the_interpreter_and_none_out_o
     with compile_ahead(2):
         rms_norm_triton(x, weight, 1e-5)  # on a GPU compiled and not launched
     assert_near(rms_norm_triton(x, weight, 1e-5), norm.rms_norm_torch(x.double(), weight.double(), 1e-5), 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_heads_norm_does_not_depend_on_the_number_of_tokens(dim):
+    from tandem.kernels.rotary_triton import norm_rope_store_triton
+
+    heads, kv, tokens = 6, 2, 700
+    generator = torch.Generator().manual_seed(4)
+    qkv = torch.randn(tokens, (heads + 2 * kv) * dim, generator=generator).to(DEVICE, torch.bfloat16)
+    weight = torch.rand(dim, generator=generator).to(DEVICE)
+    table = torch.randn(tokens, dim, generator=generator).to(DEVICE)
+    places = torch.arange(tokens, device=DEVICE)
+    found = []
+    for part in (tokens, 256, 3):
+        caches = [torch.zeros(tokens, 1, kv, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+        queries = [
+            norm_rope_store_triton(qkv[a : a + part], places[a : a + part], table, places[a : a + part], *caches, heads,
+                                   weight, weight) for a in range(0, tokens, part)
+        ]  # fmt: skip
+        found.append((torch.cat(queries), caches[0]))
+    for queries, keys in found[1:]:
+        assert torch.equal(queries, found[0][0]) and torch.equal(keys, found[0][1])

@@ -105,7 +105,7 @@ def test_max_length_cuts_the_rope_tables() -> None:
     spec = spec_from_config(TINY)
     model = build(spec, torch.float32, CPU, max_length=40)
     assert model.spec.max_length == 40
-    assert model.blocks[0].attention.rotary.cos_sin_LD.shape[0] == 40
+    assert model.blocks[0].attention.cos_sin_LD.shape[0] == 40
     assert build(spec, torch.float32, CPU, max_length=10**6).spec.max_length == spec.max_length
 
 

@@ -33,7 +33,8 @@ def model_of(name, dtype, invariant=False):
     generator = torch.Generator().manual_seed(3)
     for _, target in sorted(model.targets().items()):
         weight = torch.randn(target.shape, generator=generator)
-        target.write(weight * target.shape[-1] ** -0.5 if len(target.shape) > 1 else 1.0 + 0.1 * weight)
+        weight = weight * target.shape[-1] ** -0.5 if len(target.shape) > 1 else 1.0 + 0.1 * weight
+        target.write(weight.bfloat16())  # the same numbers in either dtype
     return model
 
 

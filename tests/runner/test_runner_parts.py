@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import DeviceMemoryError
 from tandem.runner.clock import WINDOW, DeviceClock, Timekeeper
-from tandem.runner.graphs import MOST_PADDING, GraphKey, Graphs, buckets_up_to
+from tandem.runner.graphs import MOST_PADDING, GraphKey, Graphs, Lanes, buckets_up_to
 from tandem.runner.memory import SLACK_BYTES, MemoryFacts, cache_blocks
 from tandem.runner.outcome import Drawn
 from tandem.runner.slots import Slot
@@ -32,6 +32,15 @@ def test_padding_stays_under_15_percent(limit):
 
 def test_buckets_are_round_where_they_can_be():
     assert buckets_up_to(40) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40]
+
+
+def test_lanes_know_which_spans_are_longest_and_padding_comes_last():
+    lanes = Lanes.allocate(8, 4, 16, torch.float32, torch.device("cpu"))
+    assert lanes.order_S.tolist() == list(range(8))
+    sent = Lanes.arrays(6, np.array([5, 0, 3, 1]), np.array([10, 40, 10, 70]), None)
+    lanes.take({name: torch.from_numpy(array) for name, array in sent.items()})
+    assert lanes.batch(6, 128).order_S.tolist() == [3, 1, 0, 2, 4, 5]
+    assert lanes.rows_S.tolist()[:6] == [5, 0, 3, 1, -1, -1] and lanes.starts_S.tolist()[:4] == [10, 40, 10, 70]
 
 
 def test_a_graph_is_captured_behind_its_first_run_and_then_replayed():

@@ -12,7 +12,7 @@ A cache of one layer, and where token t of a request lies:
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -98,15 +98,6 @@ class AttentionShape:
     softcap: float | None = None
 
 
-class RotaryShape(NamedTuple):
-    """How projections become queries and keys: see kernels.norm_rope_store."""
-
-    cos_sin_LD: Tensor
-    query_norm_D: Tensor | None
-    key_norm_D: Tensor | None
-    eps: float
-
-
 class AttentionBackend(Protocol):
     """Causal attention of each span over its own request's cached positions. The step's K and V are already written."""
 
@@ -119,13 +110,3 @@ class AttentionBackend(Protocol):
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
     ) -> Tensor:
         """Returns [T, H, D] in the dtype of the queries."""
-
-
-class ProjectedAttention(Protocol):
-    """What a backend may offer besides: norms, rotation, cache write and attention in one."""
-
-    def attend_projected(
-        self, qkv: Tensor, rotary: RotaryShape, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch,
-        shape: AttentionShape,
-    ) -> Tensor | None:  # fmt: skip
-        """[T, H, D] from projections as norm_rope_store takes them, K and V written; None: not for such a batch."""

@@ -1,15 +1,10 @@
 """Attention by tandem's own Triton kernels. It knows the contract and which kernel takes which spans."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from tandem.attention.contract import AttentionShape, Batch, RotaryShape
+from tandem.attention.contract import AttentionShape, Batch
 from tandem.kernels.launch import num_multiprocessors
-
-if TYPE_CHECKING:
-    from tandem.kernels.attention_decode import Rotary
 
 
 class TritonAttention:
@@ -45,20 +40,6 @@ class TritonAttention:
             self._prefill(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
         return out_THD
 
-    def attend_projected(
-        self, qkv: Tensor, rotary: RotaryShape, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch,
-        shape: AttentionShape,
-    ) -> Tensor | None:  # fmt: skip
-        """See the contract: a pure decode step, one kernel instead of two."""
-        num = batch.num_decodes
-        if self.deterministic or num != batch.lengths_S.shape[0]:
-            return None
-        from tandem.kernels.attention_decode import Rotary
-
-        out_THD = torch.empty((num, shape.num_heads, shape.head_dim), dtype=keys_NPKD.dtype, device=qkv.device)
-        self._split_decode(qkv, keys_NPKD, values_NPKD, batch, shape, out_THD, Rotary(batch.slots_T, *rotary))
-        return out_THD
-
     def num_splits(self, num_decodes: int, max_length: int, keys_NPKD: Tensor) -> int:
         """How many programs share a (span, KV head); part of the key of a captured graph."""
         from tandem.kernels.attention_decode import num_splits_for, tile_size
@@ -73,30 +54,21 @@ class TritonAttention:
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
         out_THD: Tensor,
     ) -> None:  # fmt: skip
+        from tandem.kernels.attention_decode import decode_attention
         from tandem.kernels.attention_prefill import invariant_decode_attention
 
+        num = batch.num_decodes
+        tables_SB, lengths_S = batch.tables_SB[:num], batch.lengths_S[:num]
         if self.deterministic:
-            num = batch.num_decodes
             invariant_decode_attention(
-                queries_THD, keys_NPKD, values_NPKD, batch.tables_SB[:num], batch.lengths_S[:num],
-                batch.query_starts_S1, batch.max_length, out_THD, self.scratch, shape.scale, shape.window,
-                shape.softcap,
+                queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, batch.query_starts_S1, batch.max_length,
+                out_THD, self.scratch, shape.scale, shape.window, shape.softcap,
             )  # fmt: skip
             return
-        self._split_decode(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD, None)
-
-    def _split_decode(
-        self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
-        out_THD: Tensor, rotary: "Rotary | None",
-    ) -> None:  # fmt: skip
-        from tandem.kernels.attention_decode import decode_attention
-
-        num = batch.num_decodes
         splits = self.num_splits(num, min(batch.max_length, shape.window or batch.max_length), keys_NPKD)
         decode_attention(
-            queries_THD, keys_NPKD, values_NPKD, batch.tables_SB[:num], batch.lengths_S[:num], out_THD, self.scratch,
-            shape.scale, splits, shape.window, shape.softcap, rotary=rotary,
-            order_S=batch.order_S if splits == 1 else None,  # with several, no span is much longer than the others
+            queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
+            shape.window, shape.softcap, order_S=batch.order_S if splits == 1 else None,
         )  # fmt: skip
 
     def _prefill(

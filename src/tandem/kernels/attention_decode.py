@@ -12,8 +12,6 @@ a launch can be captured and replayed.
 # mypy: ignore-errors
 # (Triton's decorator and builtins carry no types.)
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -89,66 +87,13 @@ def _merge_splits(
     tl.store(out_ptr + heads[:, None] * D + inner[None, :], result.to(out_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
-def _added(ptr, offsets, mask, part_stride, NUM_PARTS: tl.constexpr):
-    """Partial sums added in order, float32."""
-    x = tl.load(ptr + offsets, mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        x += tl.load(ptr + part * part_stride + offsets, mask, other=0.0)
-    return x
-
-
-@triton.jit
-def _project(
-    qkv_ptr, cos_sin_ptr, query_norm_ptr, key_norm_ptr, eps, part_stride, head, position, rounding: tl.constexpr,
-    K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_NORM: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Rows 0..G-1: the queries of one KV head, row G: its key, normalised and rotated as norm_rope_store does; value.
-
-    Each element is turned with its partner half a head away, so that no tensor has to be cut in two.
-    """
-    half: tl.constexpr = D // 2
-    rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    is_first = inner < half
-    partner = tl.where(is_first, inner + half, inner - half)
-    cos_sin_ptr += position * D
-    cos = tl.load(cos_sin_ptr + tl.where(is_first, inner, partner), inner < D, other=0.0)[None, :]
-    sin = tl.load(cos_sin_ptr + tl.where(is_first, partner, inner), inner < D, other=0.0)
-    sin = tl.where(is_first, -sin, sin)[None, :]
-    is_query = (rows < G)[:, None]
-    if HAS_NORM:
-        q_weight = tl.load(query_norm_ptr + inner, inner < D, other=0.0).to(tl.float32)[None, :]
-        k_weight = tl.load(key_norm_ptr + inner, inner < D, other=0.0).to(tl.float32)[None, :]
-        q_turned = tl.load(query_norm_ptr + partner, inner < D, other=0.0).to(tl.float32)[None, :]
-        k_turned = tl.load(key_norm_ptr + partner, inner < D, other=0.0).to(tl.float32)[None, :]
-    if PDL > 0:
-        gdc_wait()
-    heads = tl.where(rows < G, head * G + rows, K * G + head)
-    mask = (rows <= G)[:, None] & (inner < D)[None, :]
-    value_offsets = (K * G + K + head) * D + inner
-    x = _added(qkv_ptr, heads[:, None] * D + inner[None, :], mask, part_stride, NUM_PARTS)
-    y = _added(qkv_ptr, heads[:, None] * D + partner[None, :], mask, part_stride, NUM_PARTS)
-    value = _added(qkv_ptr, value_offsets, inner < D, part_stride, NUM_PARTS).to(rounding)
-    x, y = x.to(rounding).to(tl.float32), y.to(rounding).to(tl.float32)
-    if HAS_NORM:
-        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        x = (x * inverse * tl.where(is_query, q_weight, k_weight)).to(rounding).to(tl.float32)
-        y = (y * inverse * tl.where(is_query, q_turned, k_turned)).to(rounding).to(tl.float32)
-    turned = (x * cos + y * sin).to(rounding)
-    key = tl.sum(tl.where((rows == G)[:, None], turned.to(tl.float32), 0.0), axis=0).to(rounding)
-    return turned, key, value
-
-
 @triton.jit(do_not_specialize=["num_splits", "window", "table_stride"])
 def _decode_kernel(
     queries_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, order_ptr, out_ptr, partial_ptr, marks_ptr,
-    tickets_ptr, slots_ptr, cos_sin_ptr, query_norm_ptr, key_norm_ptr,
-    scale, softcap, window, eps, num_splits, query_stride, part_stride, block_stride, position_stride, table_stride,
+    tickets_ptr, scale, softcap, window, num_splits, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_ORDER: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PROJECTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    NUM_PARTS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, span, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL == 1:
@@ -161,45 +106,25 @@ def _decode_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0) // TILE * TILE
-    # PROJECTS: the newest token is not in the cache yet; the first split takes it from the projections.
-    cached = length - 1 if PROJECTS else length
-    start, end = first, cached
+    start, end = first, length
     if HAS_SPLITS:
-        share = tl.cdiv(tl.cdiv(cached - first, TILE), num_splits) * TILE
+        share = tl.cdiv(tl.cdiv(length - first, TILE), num_splits) * TILE
         start = first + split * share
-        end = tl.minimum(start + share, cached)
+        end = tl.minimum(start + share, length)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     keys_ptr += head * D
     values_ptr += head * D
+    if PDL > 0:
+        gdc_wait()
     row_mask = (rows < G)[:, None] & (inner < D)[None, :]
-    queries_ptr += span.to(tl.int64) * query_stride
-    if PROJECTS:
-        owns = (split == 0) & (length > 0)
-        slot = tl.load(slots_ptr + span).to(tl.int64)
-        rounding: tl.constexpr = out_ptr.dtype.element_ty
-        query, new_key, new_value = _project(
-            queries_ptr, cos_sin_ptr, query_norm_ptr, key_norm_ptr, eps, part_stride, head,
-            tl.maximum(length - 1, 0), rounding, K, G, ROWS, D, WIDTH, HAS_NORM, NUM_PARTS, PDL,
-        )  # fmt: skip
-        written = (inner < D) & owns & (slot >= 0)
-        tl.store(keys_ptr + slot * position_stride + inner, new_key, written)
-        tl.store(values_ptr + slot * position_stride + inner, new_value, written)
-        fresh = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
-        if HAS_SOFTCAP:
-            fresh = 1.4426950408889634 * softcap * (1.0 - 2.0 / (tl.exp2(2.0 * fresh / softcap) + 1.0))
-        top = tl.where(owns, fresh, NOTHING)
-        total = tl.where(owns, tl.full([ROWS], 1.0, tl.float32), 0.0)
-        acc = tl.where(owns, tl.zeros([ROWS, WIDTH], tl.float32) + new_value.to(tl.float32)[None, :], 0.0)
-    else:
-        if PDL > 0:
-            gdc_wait()
-        query = tl.load(queries_ptr + (head * G + rows)[:, None] * D + inner[None, :], row_mask, other=0.0)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        top = tl.full([ROWS], NOTHING, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+    row_offsets = (head * G + rows)[:, None] * D + inner[None, :]
+    query = tl.load(queries_ptr + span.to(tl.int64) * query_stride + row_offsets, row_mask, other=0.0)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top = tl.full([ROWS], NOTHING, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     for tile in range(start, end, TILE):
         columns = tile + lanes
-        near = tl.minimum(columns, cached - 1)
+        near = tl.minimum(columns, length - 1)
         blocks = tl.load(table_ptr + near // P).to(tl.int64)
         offsets = blocks * block_stride + (near % P) * position_stride
         if WIDTH == D:
@@ -271,49 +196,30 @@ def num_splits_for(num_groups: int, max_length: int, tile: int, num_multiprocess
     return max(1, min(wanted, next_power_of_2(triton.cdiv(max_length, tile)), 64))
 
 
-class Rotary(NamedTuple):
-    """What turns projections into queries, keys and values: see norm_rope_store_torch. slots_S: -1 writes nowhere."""
-
-    slots_S: Tensor
-    cos_sin_LD: Tensor
-    query_norm_D: Tensor | None
-    key_norm_D: Tensor | None
-    eps: float
-
-
 def decode_attention(
     queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor, out_THD: Tensor,
     scratch: Scratch, scale: float, num_splits: int, window: int | None = None, softcap: float | None = None,
     num_warps: int = 2, num_stages: int = 3, tile: int | None = None, order_S: Tensor | None = None,
-    rotary: Rotary | None = None,
 ) -> None:  # fmt: skip
     """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S].
 
-    order_S   in which order programs take spans: the longest first end together.
-    rotary    queries_THD is then what the projection gave, [S, (H + 2K)·D] or partial sums [parts, S, …], and norms,
-              rotation and the write into the cache (contiguous; slots_S) happen here; out_THD's dtype is the cache's.
-    Lengths, tables, order and slots are read ahead of the wait for the kernel before, so no kernel that lets its
-    successor start early may write them (of ours, none does).
+    order_S: in which order programs take spans; the longest first end together. The KV heads of a span are taken side
+    by side, since they lie side by side in the cache.
+    Lengths, tables and order are read ahead of the wait for the kernel before, so no kernel that lets its successor
+    start early may write them (of ours, none does).
     """
     num_spans, (block_size, num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[1:]
-    group = out_THD.shape[1] // num_kv_heads
+    group = queries_THD.shape[1] // num_kv_heads
     heads, width = next_power_of_2(group), next_power_of_2(head_dim)
     tile = tile or tile_size(head_dim, keys_NPKD.element_size()) // (2 if num_spans * num_kv_heads >= 1536 else 1)
     if num_splits > 1:
         scratch.reserve(num_spans * num_kv_heads, num_splits, group, head_dim)
-    slots_S, table, query_norm, key_norm, eps = rotary or Rotary(lengths_S, lengths_S, None, None, 0.0)
-    has_norm = query_norm is not None and key_norm is not None
-    in_parts = rotary is not None and queries_THD.dim() == 3
     start(_decode_kernel, (num_kv_heads, num_spans, num_splits),
         queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, lengths_S if order_S is None else order_S, out_THD,
-        scratch.partial, scratch.marks, scratch.tickets, slots_S, table, query_norm if has_norm else table,
-        key_norm if has_norm else table, scale * LOG2_E, softcap or 1.0, window or 0, eps, num_splits,
-        queries_THD.stride(1 if in_parts else 0), queries_THD.stride(0) if in_parts else 0, keys_NPKD.stride(0),
-        keys_NPKD.stride(1), tables_SB.stride(0), K=num_kv_heads, G=group,
-        ROWS=max(16, heads if rotary is None else next_power_of_2(group + 1)), D=head_dim, WIDTH=width, P=block_size,
-        TILE=tile, HEADS=heads, MERGED=max(1, min(16, 2048 * num_warps // (heads * width))),
-        HAS_SPLITS=num_splits > 1, HAS_ORDER=order_S is not None, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, PROJECTS=rotary is not None, HAS_NORM=has_norm,
-        NUM_PARTS=queries_THD.shape[0] if in_parts else 1, UPCAST=interpreted(),
-        **options(queries_THD, "attention", num_warps, num_stages),
+        scratch.partial, scratch.marks, scratch.tickets, scale * LOG2_E, softcap or 1.0, window or 0, num_splits,
+        queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1), tables_SB.stride(0),
+        K=num_kv_heads, G=group, ROWS=max(16, heads), D=head_dim, WIDTH=width, P=block_size, TILE=tile, HEADS=heads,
+        MERGED=max(1, min(16, 2048 * num_warps // (heads * width))), HAS_SPLITS=num_splits > 1,
+        HAS_ORDER=order_S is not None, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        UPCAST=interpreted(), **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip

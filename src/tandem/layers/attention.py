@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem import kernels
-from tandem.attention.contract import AttentionBackend, AttentionShape, Batch, KVCache, RotaryShape
+from tandem.attention.contract import AttentionBackend, AttentionShape, Batch, KVCache
 from tandem.layers.linear import Linear, LinearScheme
 from tandem.layers.norm import norm_weight
 
@@ -20,26 +20,21 @@ class Attention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.shape = shape
+        self.eps = eps
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.qkv: Linear = scheme.create(hidden_size, (queries, keys, keys), qkv_bias, dtype, device)
         self.output: Linear = scheme.create(queries, (hidden_size,), output_bias, dtype, device)
         self.query_norm_D = norm_weight(shape.head_dim, device) if qk_norm else None
         self.key_norm_D = norm_weight(shape.head_dim, device) if qk_norm else None
-        self.rotary = RotaryShape(cos_sin_LD, self.query_norm_D, self.key_norm_D, eps)
+        self.cos_sin_LD = cos_sin_LD
 
     def forward(
         self, hidden_TE: Tensor, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor, backend: AttentionBackend
     ) -> Tensor:
         """[T, E] → [T, E], or partial sums of it (see Linear.forward_parts)."""
-        qkv, attended_THD = self.qkv.forward_parts(hidden_TE), None
-        attend_projected = getattr(backend, "attend_projected", None)
-        if attend_projected is not None:
-            attended_THD = attend_projected(qkv, self.rotary, keys_NPKD, values_NPKD, batch, self.shape)
-        if attended_THD is None:
-            cos_sin_LD, query_norm_D, key_norm_D, eps = self.rotary
-            queries_THD = kernels.norm_rope_store(
-                qkv, batch.positions_T, cos_sin_LD, batch.slots_T, keys_NPKD, values_NPKD, self.shape.num_heads,
-                query_norm_D, key_norm_D, eps,
-            )  # fmt: skip
-            attended_THD = backend.attend(queries_THD, keys_NPKD, values_NPKD, batch, self.shape)
+        queries_THD = kernels.norm_rope_store(
+            self.qkv.forward_parts(hidden_TE), batch.positions_T, self.cos_sin_LD, batch.slots_T, keys_NPKD,
+            values_NPKD, self.shape.num_heads, self.query_norm_D, self.key_norm_D, self.eps,
+        )  # fmt: skip
+        attended_THD = backend.attend(queries_THD, keys_NPKD, values_NPKD, batch, self.shape)
         return self.output.forward_parts(attended_THD.flatten(1))
