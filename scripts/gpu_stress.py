@@ -3,9 +3,9 @@
     python3 scripts/gpu_stress.py [--requests 500] [--depths 1 2 3]      equal tokens, deterministic mode
     compute-sanitizer --tool memcheck python3 scripts/gpu_stress.py --steps 2000 --depths 2
 
-Requests come at random steps, with random lengths, two fifths of them sampled, some with penalties; some are aborted at a
-random length. The KV pool holds 40 % of what the rows could need, so requests are preempted and computed again. The
-order of events hangs on steps and tokens, not on time. --device cpu acts the streams out without a GPU.
+Requests come at random steps, with random lengths, two fifths of them sampled, some with penalties; some are aborted
+at a random length. The KV pool holds 40 % of what the rows could need, so requests are preempted and computed again.
+The order of events hangs on steps and tokens, not on time. --device cpu acts the streams out without a GPU.
 """
 
 import argparse
