@@ -26,7 +26,7 @@ from tandem.bench.load_stream import Outcome, stream
 from tandem.bench.report import write_json
 
 STEP_S = 0.02
-GAP_S = 5e-5
+GAP_S = 1e-4
 TEXT_MARK = b'"text":"'
 SCRIPT = " ".join(f"{number:05d}" for number in range(20_000))
 
@@ -129,17 +129,18 @@ class Tally:
     """What all listeners have heard. gaps: how many of each length, in steps of GAP_S; the last: longer ones."""
 
     def __init__(self) -> None:
-        self.gaps = [0] * 100_001
+        self.gaps = [0] * 20_001
         self.num_chunks = self.num_tokens = self.num_requests = 0
         self.errors: set[str] = set()
 
-    def gap_s(self, share: float) -> float:
-        """The gap that so many are within, rounded up to GAP_S."""
-        place, wanted = -1, share * sum(self.gaps)
-        while wanted > 0:
-            place += 1
-            wanted -= self.gaps[place]
-        return (place + 1) * GAP_S
+
+def gap_s(gaps: list[int], share: float) -> float:
+    """The gap that so many are within, rounded up to GAP_S."""
+    place, wanted = -1, share * sum(gaps)
+    while wanted > 0:
+        place += 1
+        wanted -= gaps[place]
+    return (place + 1) * GAP_S
 
 
 class Listener(asyncio.Protocol):
@@ -225,11 +226,16 @@ async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
         listeners = [
             (await loop.create_connection(make, "127.0.0.1", server.port))[1] for _ in range(arguments.streams)
         ]
-        done, memory = asyncio.gather(*(listener.done for listener in listeners)), []
+        done, memory, windows = asyncio.gather(*(listener.done for listener in listeners)), [], []
+        heard = list(tally.gaps)
         while not done.done():
             await asyncio.wait([done], timeout=5.0)
             memory.append((round(time.perf_counter() - began_s, 1), *server.memory_mb()))
-            print(f"  memory {memory[-1][1]:.1f} + {memory[-1][2]:.1f} MB", file=sys.stderr, flush=True)
+            since, heard = list(map(int.__sub__, tally.gaps, heard)), list(tally.gaps)
+            windows.append((round((gap_s(since, 0.99) - STEP_S) * 1e3, 1), os.getloadavg()[0]))
+            print(
+                f"  memory {memory[-1][1]:.1f} + {memory[-1][2]:.1f} MB, added p99 {windows[-1][0]} ms", file=sys.stderr
+            )
         seconds = time.perf_counter() - began_s
         used = tuple(now - then for now, then in zip(server.processor_s(), used, strict=True))
         after = await timeline_of(client)
@@ -249,10 +255,10 @@ async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "streams": arguments.streams, "tokens_each": arguments.tokens, "errors": sorted(tally.errors),
         "requests": tally.num_requests, "tokens": tally.num_tokens,
-        "gap_ms": {f"p{100 * share:g}": tally.gap_s(share) * 1e3 for share in (0.5, 0.9, 0.99, 0.999)},
-        "added_p99_ms": (tally.gap_s(0.99) - STEP_S) * 1e3, "chunks_per_s": tally.num_chunks / seconds,
+        "gap_ms": {f"p{100 * share:g}": gap_s(tally.gaps, share) * 1e3 for share in (0.5, 0.9, 0.99, 0.999)},
+        "added_p99_ms": (gap_s(tally.gaps, 0.99) - STEP_S) * 1e3, "chunks_per_s": tally.num_chunks / seconds,
         "tokens_per_chunk": tally.num_tokens / max(1, tally.num_chunks),
-        "memory_mb": memory, "memory_first_half_mb": _mean(memory[:half]),
+        "windows_added_p99_ms_and_load": windows, "memory_mb": memory, "memory_first_half_mb": _mean(memory[:half]),
         "memory_second_half_mb": _mean(memory[half:]),
         "steps": num_steps, "step_ms": on_device_s / num_steps * 1e3,
         "host_ms_a_step": grown("host_seconds_total", without='part="wait"') / num_steps * 1e3,

@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import json
 import weakref
 
 import pytest
+from front_drive import serving
 
 from tandem.engine.contract import Update
 from tandem.engine.streams import AsyncInbox
@@ -172,3 +174,27 @@ async def test_events_that_show_text_alone_are_what_the_general_way_gives(make, 
     quick = await events(parts)
     monkeypatch.setattr(make, "_plain", lambda self, choice: None)
     assert quick == await events(parts) and len(quick) == 2 * len(parts) + 2
+
+
+async def test_a_streamed_answer_leaves_nothing_for_the_collector() -> None:
+    """The server collects rarely; rings left by every request would add up between."""
+    body = json.dumps({"prompt": "count", "max_tokens": 5, "ignore_eos": True, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+    async with serving(max_model_len=512) as (_, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+        async def ask(times: int) -> None:
+            for _ in range(times):
+                writer.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+                await reader.readuntil(b"\r\n0\r\n\r\n")
+
+        await ask(5)
+        gc.collect()
+        gc.disable()
+        try:
+            await ask(30)
+            assert gc.collect() < 30
+        finally:
+            gc.enable()
+        writer.close()
+        await writer.wait_closed()

@@ -217,4 +217,9 @@ class Doorkeeper:
                 self.meter.responses[f"{message['status'] // 100}xx"] += 1
             await send(message)
 
-        await self.app(scope, receive, counting)
+        try:
+            await self.app(scope, receive, counting)
+        finally:
+            del scope[
+                "tandem.send"
+            ]  # a server's way out may hold its scope, and what is in a ring waits for a collection

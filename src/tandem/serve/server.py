@@ -165,7 +165,7 @@ async def _run(
     gc.freeze()  # what start-up made lives as long as we do: no collection may stop all streams to scan it
     # A step of 500 streams makes some thousand objects at once, nearly all gone at its end without any collection; with
     # Python's own thresholds a sixth of the time went into looking at them.
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(25_000, 5, 5)
     on_ready(listener.getsockname()[1])
     told = asyncio.ensure_future(signals.get())
     dead = asyncio.ensure_future(_until_dead(service))
