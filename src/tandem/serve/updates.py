@@ -35,7 +35,7 @@ class Updates:
     or aborted then.
 
     taps      are asked for a watcher each when reading begins.
-    limit     (seconds, error) from then on until all ends.      wait   the same until the first update.
+    limit     (seconds, error) from now on until all ends.       wait   the same until the first update.
     open      holds the streams while they are read.
     ended_by  why the server has ended its answers, if it has: raised in place of their "abort".
     naming    the field to which an error of a grammar belongs.
@@ -56,6 +56,7 @@ class Updates:
         self._left = len(asks)
         self._waiter: asyncio.Future[None] | None = None
         self._begun = self._closed = False
+        self._made_s = asyncio.get_running_loop().time()
 
     def __aiter__(self) -> Self:
         return self
@@ -110,6 +111,9 @@ class Updates:
 
     def _begin(self) -> None:
         self._begun = True
+        limit_s, too_late = self._limit
+        if asyncio.get_running_loop().time() >= self._made_s + limit_s:
+            raise too_late  # a timer could still lose against a quick engine
         # the first of these sees an update last
         self._watchers = [watcher for tap in self._taps if (watcher := tap.watch(self._asks)) is not None]
         # one timer a request, not one a token: at thousands of tokens a second the difference is a sixth of a core
@@ -136,7 +140,7 @@ class Updates:
             for ask in self._asks:
                 ask.stream.end(error)
 
-        return asyncio.get_running_loop().call_later(delay_s, end)
+        return asyncio.get_running_loop().call_at(self._made_s + delay_s, end)
 
     def _close(self, left: str | None) -> None:
         if self._closed:
