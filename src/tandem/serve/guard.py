@@ -24,7 +24,7 @@ def read_keys(keys: Collection[str], file: str | None) -> tuple[str, ...]:
             lines = Path(file).read_text().splitlines()
         except OSError as error:
             raise SettingError(f"the API key file {file} cannot be read: {error.strerror}.") from None
-        found += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        found += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not found:
             raise SettingError(
                 f"the API key file {file} holds no key.", hint="write one key a line, or leave the option out."
