@@ -126,5 +126,5 @@ def test_memory_stays_flat_over_many_requests() -> None:
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert after - before < 200_000, f"{after - before} bytes more after 1,500 requests"
+        assert after - before < 500_000, f"{after - before} bytes more after 1,500 requests"
         assert not engine._front._answers

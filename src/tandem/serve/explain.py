@@ -51,7 +51,13 @@ class Journey:
 
     def _whole(self, account: dict[str, Any], handed_s: float, end_s: float) -> dict[str, Any]:
         parts = {"receive": handed_s - self.received_s, **account["parts_s"]}
-        parts["relay"] = max(0.0, end_s - handed_s - account["total_s"])
+        relay_s = end_s - handed_s - account["total_s"]
+        over_s = max(0.0, -relay_s)  # the engine was still busy with its delivery when the answer was complete here
+        for part in ("delivery", "host_gap", "behind", "decode"):
+            cut_s = min(over_s, parts[part])
+            parts[part] -= cut_s
+            over_s -= cut_s
+        parts["relay"] = max(0.0, relay_s)
         more = {key: value for key, value in account.items() if key not in ("total_s", "parts_s")}
         return {"total_s": end_s - self.received_s, "parts_s": parts, **more}
 
