@@ -141,7 +141,7 @@ async def test_a_slow_reader_gets_everything_and_delays_nobody() -> None:
 
 @pytest.mark.parametrize("in_process", [True, False])
 async def test_death_raises_in_every_waiting_stream(in_process: bool) -> None:
-    engine = await start(in_process=in_process, fail_at_step=5, step_s=0.01)
+    engine = await start(in_process=in_process, fail_at_step=30, step_s=0.01)
     streams = [await engine.submit([5 + number], SamplingParams(max_tokens=50)) for number in range(3)]
     got = await asyncio.wait_for(asyncio.gather(*map(read, streams), return_exceptions=True), 5)
     assert all(isinstance(error, EngineDeadError) and "the device is gone" in str(error) for error in got)
