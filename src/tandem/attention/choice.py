@@ -7,7 +7,7 @@ from tandem.errors import SettingError
 def attention_backend(name: str | None, device: str, *, deterministic: bool = False) -> AttentionBackend:
     """The backend of a name; None: the default of the device ("cpu", "cuda"). Raises SettingError.
 
-    deterministic  a token's result depends on its own request alone; the CPU's backends are so anyway.
+    deterministic  a token's result depends on its own request alone. The CPU's agree to rounding only.
     """
     name = name or ("triton" if device.startswith("cuda") else "cpu")
     if name == "reference":

@@ -171,7 +171,7 @@ def host_layer(in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtyp
 def linear_scheme(name: str | None, device: torch.device, invariant: bool = False) -> LinearScheme:
     """The scheme of a name: None or "dense", "w8a8", "int4". Raises ModelError for others and for a wrong device.
 
-    invariant: on a GPU, results do not depend on what else is in the batch; the CPU's do not anyway.
+    invariant: on a GPU, results do not depend on what else is in the batch; the CPU's packed layout is so anyway.
     """
     if name in (None, "dense"):
         return Dense(invariant)

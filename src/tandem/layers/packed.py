@@ -1,7 +1,6 @@
 """Dense linear layers for CPUs, kept in the blocked layout that oneDNN multiplies from. It knows no models.
 
-Measured for the linears of SmolLM2-135M, one thread of an AMD EPYC (ms: F.linear → packed): 1 row 36 → 34, 8 rows
-78 → 48, 32 rows 153 → 108, 512 rows 1266 → 1040 (docs/benchmarks.md). A row's result is the same number whatever the
+Quicker than F.linear at every number of rows tried, by 1.1 to 1.6 times (docs/benchmarks.md, CPU). A row's result is the same number whatever the
 other rows, seen for 2 to 512 rows; one row alone takes another path, so it is multiplied as two.
 """
 
