@@ -1,7 +1,8 @@
 """Dense linear layers for CPUs, kept in the blocked layout that oneDNN multiplies from. It knows no models.
 
-Quicker than F.linear at every number of rows tried, by 1.1 to 1.6 times (docs/benchmarks.md, CPU). A row's result is the same number whatever the
-other rows, seen for 2 to 512 rows; one row alone takes another path, so it is multiplied as two.
+Quicker than F.linear at every number of rows tried, by 1.1 to 1.6 times (docs/benchmarks.md, CPU). A row's result is
+the same number whatever the other rows, seen for 2 to 512 rows; one row alone takes another path, so it is multiplied
+as two.
 """
 
 from collections.abc import Sequence
