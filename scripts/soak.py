@@ -4,7 +4,7 @@
     python scripts/soak.py overload [--seconds 30]                    three times the capacity, then normal load again
 
 streams   no token is lost or doubled; the gaps that are added to the device's 20 ms; memory of both server processes;
-          the time of a step, which is the device's 20 ms while the host keeps up.
+          the time of a step beside that of as many requests in an engine without a server.
 overload  throughput before, and in the first seconds behind, an overload that is refused with 429.
 """
 
@@ -21,14 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from soak_client import SCRIPT, Listener, Tally, gap_s
+
 from tandem.bench.load_http import HttpClient
 from tandem.bench.load_stream import Outcome, stream
 from tandem.bench.report import write_json
 
 STEP_S = 0.02
-GAP_S = 1e-4
-TEXT_MARK = b'"text":"'
-SCRIPT = " ".join(f"{number:05d}" for number in range(20_000))
 
 
 def make_paced_loop(options: dict[str, Any], mailbox: Any, on_phase: Callable[[str], None] = lambda text: None) -> Any:
@@ -50,13 +49,44 @@ def serve(arguments: argparse.Namespace) -> int:
     from tandem.serve.options import ServeOptions
     from tandem.serve.server import serve as run
 
-    engine = {"max_num_seqs": arguments.rows, "kv_cache_memory": 8 << 30, "prefix_cache": False}
     options = ServeOptions(port=arguments.port, max_requests=arguments.limit)
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        start = {"make": "soak:make_paced_loop", "options": engine}
-        return runner.run(run(Settings(device="null"), options, start=start))
+        return runner.run(run(Settings(device="null"), options, start=paced(arguments.rows)))
+
+
+def paced(rows: int) -> dict[str, Any]:
+    """Arguments of AsyncEngine.start for the loop above."""
+    engine = {"max_num_seqs": rows, "kv_cache_memory": 8 << 30, "prefix_cache": False}
+    return {"make": "soak:make_paced_loop", "options": engine}
+
+
+async def step_alone_ms(rows: int, num_requests: int, tokens: int, seconds: float) -> float:
+    """The time of a step of the same engine under as many requests, in a process of its own but without a server."""
+    from tandem import AsyncEngine, SamplingParams
+    from tandem.config import Settings
+
+    async def totals() -> tuple[float, float]:
+        timeline = await engine.call("timeline")
+        idle_s = sum(s for cause, s in timeline["idle_s"].items() if cause != "nothing")
+        return timeline["device_active_s"] + idle_s, timeline["num_steps"]
+
+    async def one() -> None:
+        while time.perf_counter() < end_s:
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            async for _ in await engine.submit("count", params):
+                pass
+
+    async with await AsyncEngine.start(Settings(device="null"), **paced(rows)) as engine:
+        end_s = time.perf_counter() + seconds
+        asked = asyncio.gather(*(one() for _ in range(num_requests)))
+        await asyncio.sleep(seconds / 4)
+        before = await totals()
+        await asyncio.sleep(seconds / 2)
+        after = await totals()
+        await asked
+    return (after[0] - before[0]) / (after[1] - before[1]) * 1e3
 
 
 class Server:
@@ -125,99 +155,10 @@ async def _ask(client: HttpClient, tokens: int) -> Outcome:
     return await stream(client, "/v1/completions", body, 3600.0)
 
 
-class Tally:
-    """What all listeners have heard. gaps: how many of each length, in steps of GAP_S; the last: longer ones."""
-
-    def __init__(self) -> None:
-        self.gaps = [0] * 20_001
-        self.num_chunks = self.num_tokens = self.num_requests = 0
-        self.errors: set[str] = set()
-
-
-def gap_s(gaps: list[int], share: float) -> float:
-    """The gap that so many are within, rounded up to GAP_S."""
-    place, wanted = -1, share * sum(gaps)
-    while wanted > 0:
-        place += 1
-        wanted -= gaps[place]
-    return (place + 1) * GAP_S
-
-
-class Listener(asyncio.Protocol):
-    """One connection that asks again and again, and compares each byte of text with what the device says.
-
-    It shares its cores with the server, so it parses as little as will do: an event is found by its end, its text by
-    the marks around it. Anything that does not look as expected is an error.
-    """
-
-    def __init__(self, tally: Tally, tokens: int, end_s: float) -> None:
-        body = {"prompt": "count", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\nContent-Length: "
-        self.question = f"{head}{len(data)}\r\n\r\n".encode() + data
-        self.tally, self.end_s, self.expected = tally, end_s, SCRIPT[:tokens].encode()
-        self.last_words = (b'"completion_tokens":%d,' % tokens, b"data: [DONE]")
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-        self._question()
-
-    def _question(self) -> None:
-        self.rest, self.words, self.place, self.heard_s = b"", b"", 0, 0.0
-        self.transport.write(self.question)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self._end("the connection was lost")
-
-    def data_received(self, data: bytes) -> None:
-        now_s = time.perf_counter()
-        *events, self.rest = (self.rest + data).split(b"\n\n")
-        said = b""
-        for event in events:
-            if text := event.partition(TEXT_MARK)[2].partition(b'"')[0]:
-                said += text
-            else:
-                self.words += event
-        if said:
-            self._count(said, now_s)
-        elif not events and b"HTTP/1.1 200" not in self.rest[:12] and not self.heard_s:
-            self._end(self.rest[:300].decode(errors="replace"))
-        if self.rest.endswith(b"\r\n0\r\n\r\n"):
-            self._answered()
-
-    def _count(self, said: bytes, now_s: float) -> None:
-        end, tally = self.place + len(said), self.tally
-        if self.expected[self.place : end] != said:
-            self._end(f"behind {self.place} tokens came {said[:40]!r}")
-            return
-        if self.heard_s:
-            tally.gaps[min(int((now_s - self.heard_s) / GAP_S), len(tally.gaps) - 1)] += 1
-        self.place, self.heard_s = end, now_s
-        tally.num_chunks += 1
-        tally.num_tokens += len(said)
-
-    def _answered(self) -> None:
-        self.tally.num_requests += 1
-        if self.place != len(self.expected) or not all(words in self.words for words in self.last_words):
-            self._end(f"an answer of {self.place} tokens ended with {self.words[-200:]!r}")
-        elif time.perf_counter() >= self.end_s:
-            self._end(None)
-        else:
-            self._question()
-
-    def _end(self, error: str | None) -> None:
-        if error is not None:
-            self.tally.errors.add(error)
-        if not self.done.done():
-            self.done.set_result(None)
-        self.transport.close()
-
-
 async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
-    server, tally = Server(rows=max(512, arguments.streams), limit=100_000), Tally()
-    loop = asyncio.get_running_loop()
+    rows, tally, loop = max(512, arguments.streams), Tally(), asyncio.get_running_loop()
+    alone_ms = await step_alone_ms(rows, arguments.streams, arguments.tokens, 12.0)
+    server = Server(rows, limit=100_000)
     try:
         client = await server.ready()
         began_s = time.perf_counter()
@@ -260,7 +201,7 @@ async def streams(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_chunk": tally.num_tokens / max(1, tally.num_chunks),
         "windows_added_p99_ms_and_load": windows, "memory_mb": memory, "memory_first_half_mb": _mean(memory[:half]),
         "memory_second_half_mb": _mean(memory[half:]),
-        "steps": num_steps, "step_ms": on_device_s / num_steps * 1e3,
+        "steps": num_steps, "step_ms": on_device_s / num_steps * 1e3, "step_without_server_ms": alone_ms,
         "host_ms_a_step": grown("host_seconds_total", without='part="wait"') / num_steps * 1e3,
         "processor_us_a_chunk": dict(zip(("http", "engine", "client"),
         (round(seconds / max(1, tally.num_chunks) * 1e6, 1) for seconds in used), strict=True)),
