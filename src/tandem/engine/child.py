@@ -35,7 +35,11 @@ FAILED_STATUS = 1
 
 
 class SocketMailbox:
-    """The loop's end of the border over two ZeroMQ sockets. Sending only queues: the parent's pace is not ours."""
+    """The loop's end of the border over two ZeroMQ sockets.
+
+    Sending queues. With more than process.MAX_NEWS messages the loop waits: a device that is faster than the parent
+    would only pile up tokens that nobody can be given, in front of everything that comes later.
+    """
 
     def __init__(self, mail: "zmq.Socket[bytes]", news: "zmq.Socket[bytes]") -> None:
         self._mail, self._news = mail, news
@@ -67,7 +71,7 @@ class SocketMailbox:
         self._mail.poll(None if timeout_s is None else max(1, int(timeout_s * 1000)))
 
     def send(self, news: wire.News) -> None:
-        self._news.send(wire.encode(news), zmq.NOBLOCK)
+        self._news.send(wire.encode(news))
 
     def deliver(self, changes: Sequence[Change]) -> None:
         self.send(wire.ChangesNews(list(changes)))
@@ -82,7 +86,7 @@ class SocketMailbox:
         self.send(wire.StoppedNews(wire.fault_of(error)))
 
 
-def main(control: int, parent: int, mail_address: str, news_address: str, log_level: int) -> None:
+def main(control: int, parent: int, mail_address: str, news_address: str, max_news: int, log_level: int) -> None:
     """Connect, take the settings (the first message), build, run until told to stop. Does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -90,8 +94,8 @@ def main(control: int, parent: int, mail_address: str, news_address: str, log_le
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     context = zmq.Context()
     mail, news = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for end in (mail, news):
-        end.set_hwm(0)
+    mail.set_hwm(0)
+    news.set_hwm(max_news)
     mail.bind(mail_address)
     news.connect(news_address)
     mailbox = SocketMailbox(mail, news)

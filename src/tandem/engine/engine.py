@@ -16,33 +16,12 @@ from tandem.engine.contract import Card, Host
 from tandem.engine.frontend import FrontEnd
 from tandem.engine.hosting import settings_of, start_host
 from tandem.engine.process import MAKE
+from tandem.engine.relay import Relay
 from tandem.engine.streams import AsyncStream
 from tandem.errors import EngineDeadError, TandemError
-from tandem.request import Change, SamplingParams
+from tandem.request import SamplingParams
 
 DRAIN_POLL_S = 0.01
-
-
-class _Relay:
-    """The host's listener: moves news from the host's thread to the event loop, one callback a step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.front: FrontEnd | None = None
-
-    def news(self, changes: Sequence[Change]) -> None:
-        self._post(lambda front: front.news(changes))
-
-    def stopped(self, error: TandemError | None) -> None:
-        self._post(lambda front: front.stopped(error))
-
-    def _post(self, tell: Callable[[FrontEnd], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._tell, tell)
-
-    def _tell(self, tell: Callable[[FrontEnd], None]) -> None:
-        if self.front is not None:
-            tell(self.front)
 
 
 class AsyncEngine:
@@ -79,7 +58,7 @@ class AsyncEngine:
         Raises SettingError, ModelError, WeightsError, DownloadError, DeviceMemoryError as if built here.
         """
         loop = asyncio.get_running_loop()
-        relay = _Relay(loop)
+        relay = Relay(loop)
         phase = None if on_phase is None else (lambda text: _soon(loop, on_phase, text))
         host = start_host(
             settings_of(settings, fields), relay, in_process=in_process, on_phase=phase, make=make, options=options

@@ -36,6 +36,7 @@ log = logging.getLogger("tandem.engine")
 
 POLL_S = 0.5
 EXIT_S = 5.0
+MAX_NEWS = 32  # messages that wait on either side of the border; with more the loop waits for the parent
 MAKE = "tandem.engine.build:make_loop"
 BOOTSTRAP = (
     "import json, sys; start = json.loads(sys.stdin.readline()); sys.path[:] = start.pop('path'); "
@@ -72,8 +73,8 @@ class ProcessHost:
         self._context = zmq.Context()
         self._mail, self._news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         # A PUSH socket that connects queues from the start and also when its peer is gone; one that binds would not.
-        for end in (self._mail, self._news):
-            end.set_hwm(0)
+        self._mail.set_hwm(0)
+        self._news.set_hwm(MAX_NEWS)
         self._mail.setsockopt(zmq.RECONNECT_IVL, 5)
         self._mail.connect(f"ipc://{self._folder}/mail")
         self._news.bind(f"ipc://{self._folder}/news")
@@ -154,6 +155,7 @@ class ProcessHost:
             "parent": os.getpid(),
             "mail_address": f"ipc://{self._folder}/mail",
             "news_address": f"ipc://{self._folder}/news",
+            "max_news": MAX_NEWS,
             "log_level": logging.getLogger("tandem").getEffectiveLevel(),
         }
         self._process = subprocess.Popen(
