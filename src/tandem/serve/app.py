@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from tandem.errors import TandemError
 from tandem.serve import describe, export, generate, live, operate, responses
+from tandem.serve.bodies import BodyClaims
 from tandem.serve.failure import HttpError, response_of
 from tandem.serve.guard import KeyGuard
 from tandem.serve.measure import Doorkeeper
@@ -53,6 +54,7 @@ def create_app(
         )
     if keys:
         middleware.append(Middleware(KeyGuard, keys=keys))
+    middleware.append(Middleware(BodyClaims, bodies=service.bodies))
     middleware.insert(0, Middleware(Doorkeeper, meter=service.meter))
     app = Starlette(
         routes=[*ROUTES, *routes],
@@ -65,6 +67,7 @@ def create_app(
         },
     )
     app.state.service = service
+    app.router.redirect_slashes = False  # a redirect would name the host that the client says we are
     return app
 
 

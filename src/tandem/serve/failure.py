@@ -7,7 +7,6 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
@@ -21,11 +20,15 @@ STATUS_BY_CODE = {
     "not_found": 404,
     "method_not_allowed": 405,
     "invalid_api_key": 401,
+    "request_timeout": 408,
     "request_too_large": 413,
+    "misdirected_request": 421,
+    "headers_too_large": 431,
     "unsupported_media_type": 415,
     "internal_error": 500,
     "deadline_exceeded": 504,
     "draining": 503,
+    "overloaded": 503,
     "queue_timeout": 503,
 }
 
@@ -66,26 +69,6 @@ def response_of(error: Exception) -> Response:
     return Response(
         msgspec.json.encode(body_of(error)), status_of(error), headers=headers, media_type="application/json"
     )
-
-
-async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Body:
-    """Read and decode a body of at most limit_bytes. Raises RequestError: 415, 413 or 400 with the path at fault."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise RequestError(
-            f"the Content-Type is {content_type or 'missing'}; it must be application/json.",
-            code="unsupported_media_type",
-        )
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit_bytes:
-        raise RequestError(f"the body has {length} bytes; the limit is {limit_bytes}.", code="request_too_large")
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit_bytes:
-            raise RequestError(f"the body is over {limit_bytes} bytes.", code="request_too_large")
-        chunks.append(chunk)
-    return decode(b"".join(chunks), kind)
 
 
 def decode(raw: bytes, kind: type[Body]) -> Body:

@@ -17,10 +17,10 @@ from tandem.errors import ContextLengthError, RequestError
 from tandem.request import Request as EngineRequest
 from tandem.request import SamplingParams
 from tandem.serve.accept import chat_params, completion_params, constraint_field
+from tandem.serve.bodies import read_json
 from tandem.serve.calls import MISTRAL
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
-from tandem.serve.failure import read_json
 from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply, Show
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service
@@ -170,6 +170,7 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
     engine, body, journey = service.engine, job.body, job.journey
     _check_priority(body, engine.card)
     tokens = await _encoded(service, job)
+    service.bodies.release(request.scope)
     with ExitStack() as stack:
         stack.enter_context(service.admitted(sum(map(len, tokens))))
         asks: list[Ask] = []

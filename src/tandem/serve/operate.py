@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from tandem import __version__
 from tandem.errors import EngineDeadError, RequestError
-from tandem.serve.failure import read_json
+from tandem.serve.bodies import read_json
 from tandem.serve.schema import DetokenizeRequest, TokenizeRequest
 from tandem.serve.service import Service
 

@@ -11,6 +11,7 @@ from typing import Any
 from tandem.config import parse_bytes
 from tandem.errors import SettingError
 from tandem.serve.accept import Limits
+from tandem.serve.bodies import Bodies
 from tandem.serve.service import QueueLimits
 
 
@@ -34,6 +35,9 @@ class ServeOptions:
     cors_origin: tuple[str, ...] = _option(
         (), "security", "origin whose pages may call from a browser, as https://example.org; may be given again"
     )
+    allowed_host: tuple[str, ...] = _option(
+        (), "security", "name in the Host header that requests may have beside localhost; may be given again"
+    )
     tls_certificate: str | None = _option(None, "security", "PEM file of the certificate chain: serve HTTPS")
     tls_key: str | None = _option(None, "security", "PEM file of the private key, if apart from the certificate")
 
@@ -42,8 +46,18 @@ class ServeOptions:
         None, "limits", "most prompt tokens in the server at once; more get 429", low=1
     )
     queue_timeout: float | None = _option(None, "limits", "longest wait for a first token; then 503", low=0.001)
+    header_timeout: float = _option(
+        10.0, "limits", "longest wait for a request's header, and for a TLS handshake; then 408", low=0.01
+    )
+    body_timeout: float = _option(60.0, "limits", "longest wait for a request's body; then 408", low=0.01)
     max_time: float = _option(3600.0, "limits", "longest time of one request; a client may ask for less", low=0.001)
     max_body: int = _option("4MiB", "limits", "largest request body; larger get 413", unit="bytes", low=1024)
+    max_bodies: int = _option(
+        "64MiB", "limits", "memory for request bodies that are read or encoded; more get 503", unit="bytes", low=1024
+    )
+    max_connections: int | None = _option(
+        None, "limits", "most open connections; more get 503 (default: what the limit on descriptors allows)", low=1
+    )
     max_n: int = _option(16, "limits", "most answers to one prompt", low=1, high=128)
     max_prompts: int = _option(256, "limits", "most prompts in one completion request", low=1)
 
@@ -58,10 +72,11 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_body, str):
-            object.__setattr__(self, "max_body", parse_bytes(self.max_body))
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
+            if isinstance(value, str) and f.metadata.get("unit") == "bytes":
+                value = parse_bytes(value)
+                object.__setattr__(self, f.name, value)
             if isinstance(value, list):
                 object.__setattr__(self, f.name, tuple(value))
             low, high = f.metadata.get("low"), f.metadata.get("high")
@@ -82,6 +97,10 @@ class ServeOptions:
     @property
     def limits(self) -> Limits:
         return Limits(self.max_body, self.max_n, self.max_prompts, self.max_time)
+
+    @property
+    def bodies(self) -> Bodies:
+        return Bodies(self.max_bodies, self.body_timeout)
 
     @property
     def queue(self) -> QueueLimits:

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from tandem.errors import RequestError
+from tandem.serve.bodies import read_json
 from tandem.serve.explain import Journey
-from tandem.serve.failure import read_json
 from tandem.serve.generate import answer, chat_job
 from tandem.serve.items import ResponsesReply
 from tandem.serve.schema import (

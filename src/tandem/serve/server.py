@@ -86,6 +86,7 @@ async def serve(
             engine, options.served_model_name or (engine.card.name,), options.limits, options.queue,
             options.keep_alive, options.stall_timeout,
         )  # fmt: skip
+        service.bodies = options.bodies
         service.vllm_metric_names = options.vllm_metric_names
         app = create_app(service, keys=keys, origins=options.cors_origin, routes=routes)
         with tracing(options.otlp_endpoint, app, service) as traced:

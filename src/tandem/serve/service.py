@@ -14,6 +14,7 @@ from tandem.engine.engine import AsyncEngine
 from tandem.engine.streams import AsyncStream
 from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.serve.accept import Limits
+from tandem.serve.bodies import Bodies
 from tandem.serve.events import ClientGoneError
 from tandem.serve.explain import Journeys
 from tandem.serve.failure import HttpError, status_of
@@ -57,6 +58,7 @@ class Service:
     journeys: Journeys = field(default_factory=Journeys)
     ended_by: TandemError | None = None
     meter: Meter = field(default_factory=Meter)
+    bodies: Bodies = field(default_factory=Bodies)
     taps: list[Tap] = field(default_factory=list)
     readings: Any = None
     vllm_metric_names: bool = False
@@ -156,4 +158,5 @@ class Service:
             "prompt_tokens": self.num_tokens,
             "draining": self.draining,
             "ended": dict(self.ended),
+            "bodies": self.bodies.statistics(),
         }
