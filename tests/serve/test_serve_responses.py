@@ -87,7 +87,7 @@ def test_tools_and_reasoning_become_items() -> None:
         ({"input": None}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "objekt"}}}}, "text"),
-        ({"text": {"verbosity": "low"}}, "verbosity"), ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"text": {"verbosity": "low"}}, "text"), ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"max_tool_calls": 3}, "max_tool_calls"), ({"input": [{"role": "boss", "content": "x"}]}, "input"),
         ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice"),
     ],

@@ -145,7 +145,8 @@ def test_tools_that_cannot_be() -> None:
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
             ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
-            ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+            ({"tools": TOOLS, "response_format": {"type": "regex", "regex": "a"}}, "tools"),
+            ({"tools": [{"type": "function", "function": {"name": "n" * 257}}]}, "tools"),
             ({"tools": [{"type": "function", "function": {**function, "parameters": {"type": "objekt"}}}],
               "tool_choice": "required"}, "tools"),
         ):  # fmt: skip

@@ -35,7 +35,7 @@ class ChatTemplate:
     """A compiled chat template.
 
     source         the template's text.
-    bos_token, eos_token   texts of these tokens, which templates write by name; others may be passed when rendering.
+    bos_token, eos_token   texts of these tokens, which templates write by name.
     Raises ModelError if the template has a syntax error.
     """
 
@@ -50,6 +50,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             _put_ticks(tree)
             tree.set_environment(environment)
+            self._reserved = {*environment.globals, *self._tokens, *_OPTIONS[2:], "messages", "loop", "self"}
             self._template = environment.from_string(tree)
             self._names = {name for _, kind, name in environment.lex(source) if kind == "name"}
         except (TemplateSyntaxError, RecursionError) as error:
@@ -104,7 +105,8 @@ class ChatTemplate:
     ) -> None:
         """Raise RequestError for options of ``render`` that no conversation could be rendered with.
 
-        A value whose name the template never mentions is a slip, which would change nothing and go unseen.
+        A value whose name the template never mentions is a slip, which would change nothing and go unseen; one with the
+        name of a function or token of the template's own would change what the template means.
         """
         for name, flag in (
             ("add_generation_prompt", add_generation_prompt), ("continue_final_message", continue_final_message),
@@ -120,7 +122,9 @@ class ChatTemplate:
         if not all(isinstance(tool, Mapping) for tool in checked_items("tools", tools, "tools")):
             raise RequestError(f"tools is {show(tools)}; each tool must be an object.", param="tools")
         for name in values:
-            if name not in self._names and name not in self._tokens:
+            if name in self._reserved or name.startswith(_TICK):
+                raise RequestError(f"{name!r:.80} is the template's own and cannot be given.", param=name)
+            if name not in self._names:
                 near = difflib.get_close_matches(name, [*self._names, *_OPTIONS], n=1)
                 raise RequestError(
                     f"the chat template knows no {name!r:.80}.",

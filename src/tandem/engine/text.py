@@ -114,6 +114,11 @@ class Text:
     def is_special(self, token: int) -> bool:
         return token in self._special
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so; None if there is none."""
+        token = self.tokenizer.token_to_id(text)
+        return token if token is not None and token in self._special else None
+
     def token_text(self, token: int) -> str:
         """One token as text, broken bytes as U+FFFD; empty for ids that the tokenizer does not know."""
         return self.token_bytes(token).decode("utf-8", errors="replace")

@@ -1,21 +1,20 @@
 """From a decoded body to SamplingParams: each field is honoured or refused by name. It does not know tokens or HTTP."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import RequestError
 from tandem.request import Constraint, SamplingParams
-from tandem.serve.schema import ChatRequest, CompletionRequest, Generation, ResponseFormat
+from tandem.serve.failure import reworded
+from tandem.serve.refusals import CHAT, COMPLETIONS, STREAM_OPTIONS, check_metadata, refuse
+from tandem.serve.schema import ChatRequest, CompletionRequest, Generation, JsonSchemaFormat, ResponseFormat
 
 MAX_CONSTRAINT_BYTES = 64 * 1024
-REFUSED_IN_CHAT = {
-    "audio": "audio output is not supported.",
-    "functions": "functions is deprecated and not supported; use tools.",
-    "function_call": "function_call is deprecated and not supported; use tool_choice.",
-    "prediction": "predicted outputs are not supported.",
-    "web_search_options": "web search is not supported.",
-}
+MAX_DIGITS = 10
+FORMAT_FIELDS = ("json_schema", "regex", "choice", "grammar")
+FORMAT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Fields with the meaning and name that SamplingParams has.
 DIRECT = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
@@ -36,15 +35,7 @@ class Limits:
 
 def chat_params(body: ChatRequest, defaults: dict[str, Any], limits: Limits) -> SamplingParams:
     """SamplingParams of a chat request; constraint of response_format included, tools not."""
-    for name, why in REFUSED_IN_CHAT.items():
-        if getattr(body, name) is not None:
-            raise RequestError(why, param=name, code="unsupported_value")
-    if body.echo:
-        raise RequestError("echo is for /v1/completions.", param="echo", code="unsupported_value")
-    if body.modalities not in (None, ["text"]):
-        raise RequestError(f"modalities is {body.modalities}; only ['text'] is supported.", param="modalities")
-    if body.verbosity not in (None, "medium"):
-        raise RequestError("verbosity is not supported.", param="verbosity", code="unsupported_value")
+    refuse(body, CHAT)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -54,15 +45,12 @@ def chat_params(body: ChatRequest, defaults: dict[str, Any], limits: Limits) -> 
         values["max_tokens"] = body.max_completion_tokens
     values["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     values["constraint"] = constraint_of(body, body.response_format)
-    return _build(values, {"max_tokens": "max_completion_tokens"} if body.max_completion_tokens is not None else {
-        "logprobs": "top_logprobs"
-    })  # fmt: skip
+    return _build(values, {"logprobs": "top_logprobs"})
 
 
 def completion_params(body: CompletionRequest, defaults: dict[str, Any], limits: Limits) -> SamplingParams:
     """SamplingParams of a completion request. max_tokens defaults to 16, as in the OpenAI API."""
-    if body.suffix:
-        raise RequestError("suffix (insertion) is not supported.", param="suffix", code="unsupported_value")
+    refuse(body, COMPLETIONS)
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of is not supported beyond n.", param="best_of", code="unsupported_value")
     if body.echo and body.stream and body.logprobs is not None:
@@ -84,10 +72,9 @@ def _shared(body: Generation, defaults: dict[str, Any], limits: Limits) -> dict[
         raise RequestError("stream_options needs stream: true.", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise RequestError("prompt_logprobs is not supported in a stream.", param="prompt_logprobs")
-    if body.service_tier not in (None, "auto", "default"):
-        raise RequestError(f"service_tier {body.service_tier!r} is not offered.", param="service_tier")
-    if body.store:
-        raise RequestError("store is not supported: nothing is kept.", param="store", code="unsupported_value")
+    if body.stream_options is not None:
+        refuse(body.stream_options, STREAM_OPTIONS, param="stream_options", path="stream_options.")
+    check_metadata(body.metadata)
     values: dict[str, Any] = dict(defaults)
     values.update({name: getattr(body, name) for name in DIRECT if getattr(body, name) is not None})
     if body.max_tokens is not None:
@@ -107,27 +94,26 @@ def _shared(body: Generation, defaults: dict[str, Any], limits: Limits) -> dict[
     return values
 
 
-def _build(values: dict[str, Any], names: dict[str, str]) -> SamplingParams:
+def _build(values: dict[str, Any], words: dict[str, str]) -> SamplingParams:
     """SamplingParams, its errors naming the field that the client wrote."""
     try:
         return SamplingParams(**values)
     except RequestError as error:
-        error.param = names.get(error.param or "", error.param)
-        raise
+        raise reworded(error, words) from None
 
 
 def _token_id(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise RequestError(f"logit_bias names {key!r}, which is no token id.", param="logit_bias") from None
+    """The id, written in plain digits: int() alone also takes " 5", "+5", "1_0" and other alphabets' digits."""
+    if not (key.isascii() and key.isdigit()) or len(key) > MAX_DIGITS:
+        raise RequestError(f"logit_bias names {key!r:.80}, which is no token id.", param="logit_bias")
+    return int(key)
 
 
 def constraint_of(body: Generation, response_format: ResponseFormat | None) -> Constraint | None:
     """The one grammar that response_format or a guided_* extension asks for."""
     asked: list[tuple[str, Constraint]] = []
-    if response_format is not None and response_format.type != "text":
-        asked.append(("response_format", _from_format(response_format)))
+    if response_format is not None and (wanted := _from_format(response_format)) is not None:
+        asked.append(("response_format", wanted))
     if body.guided_json is not None:
         schema = body.guided_json if isinstance(body.guided_json, str) else schema_text("guided_json", body.guided_json)
         asked.append(("guided_json", Constraint("json_schema", schema)))
@@ -147,21 +133,41 @@ def constraint_of(body: Generation, response_format: ResponseFormat | None) -> C
     return asked[0][1] if asked else None
 
 
-def _from_format(wanted: ResponseFormat) -> Constraint:
+def _from_format(wanted: ResponseFormat) -> Constraint | None:
+    kinds = ("text", "json_object", *FORMAT_FIELDS)
+    if wanted.type not in kinds:
+        raise RequestError(
+            f"response_format.type is {wanted.type!r:.80}; it must be one of {', '.join(kinds)}, the last four with "
+            "the field of that name.",
+            param="response_format",
+        )
+    for name in (*FORMAT_FIELDS, "schema"):
+        if name != wanted.type and getattr(wanted, name) is not None:
+            raise RequestError(
+                f"response_format.{name} does not go with the type {wanted.type}.", param="response_format",
+                hint="a JSON schema goes with the type json_schema, as json_schema.schema.",
+            )  # fmt: skip
+    if wanted.type == "text":
+        return None
     if wanted.type == "json_object":
         return Constraint("json_object", "")
     if wanted.type == "json_schema":
-        if wanted.json_schema is None or wanted.json_schema.schema is None:
-            raise RequestError("response_format.json_schema.schema is missing.", param="response_format")
-        return Constraint("json_schema", schema_text("response_format", wanted.json_schema.schema))
-    value = {"regex": wanted.regex, "choice": wanted.choice, "grammar": wanted.grammar}.get(wanted.type)
-    if wanted.type not in ("regex", "choice", "grammar") or value is None:
+        return _from_schema(wanted.json_schema)
+    value = getattr(wanted, wanted.type)
+    if value is None:
+        raise RequestError(f"response_format.{wanted.type} is missing.", param="response_format")
+    return _choice("response_format", value) if isinstance(value, list) else Constraint(wanted.type, value)
+
+
+def _from_schema(wanted: JsonSchemaFormat | None) -> Constraint:
+    if wanted is None or wanted.schema is None:
+        raise RequestError("response_format.json_schema.schema is missing.", param="response_format")
+    if wanted.name is not None and not FORMAT_NAME.fullmatch(wanted.name):
         raise RequestError(
-            f"response_format.type is {wanted.type!r}; it must be text, json_object, json_schema, or regex, choice or "
-            "grammar with the field of that name.",
+            f"response_format.json_schema.name is {wanted.name!r:.80}; it has 1 to 64 letters, digits, _ and -.",
             param="response_format",
         )
-    return _choice("response_format", value) if isinstance(value, list) else Constraint(wanted.type, value)
+    return Constraint("json_schema", schema_text("response_format", wanted.schema))
 
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")

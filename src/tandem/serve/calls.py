@@ -42,10 +42,14 @@ class Calls:
 
     names    the tools that were offered.
     single   only the first call is given, later ones are dropped.
+    forced   a grammar makes the answer a call of one of these and nothing else: what is no call yet when it is cut
+             short is no content either. Where only one can be meant it is given, with the arguments that came.
     """
 
-    def __init__(self, form: CallFormat, names: Sequence[str], *, single: bool = False) -> None:
-        self._form, self._names, self._single = form, frozenset(names), single
+    def __init__(
+        self, form: CallFormat, names: Sequence[str], *, single: bool = False, forced: Sequence[str] = ()
+    ) -> None:
+        self._form, self._names, self._single, self._forced = form, frozenset(names), single, tuple(forced)
         self._separators = " \t\r\n,;" if form.is_list or not form.opening else " \t\r\n"
         self._buffer = ""
         self._space = ""  # whitespace that belongs to content if content follows, and to nothing beside a call
@@ -59,6 +63,10 @@ class Calls:
         pieces: list[Piece] = []
         while self._state(pieces, final):
             pass
+        if self._forced:
+            pieces = [piece for piece in pieces if piece.tool is not None]
+            if final and len(self._forced) == 1 and not (pieces or self._number or self._call.announced):
+                pieces.append(Piece(tool=ToolPiece(0, _identity(), self._forced[0])))
         return pieces
 
     def _start(self, pieces: list[Piece], final: bool) -> bool:
@@ -129,7 +137,7 @@ class Calls:
             first, fresh = not call.announced, call.fresh_arguments()
             if first or fresh:
                 call.announced = True
-                identity = f"call_{uuid.uuid4().hex[:24]}" if first else ""
+                identity = _identity() if first else ""
                 pieces.append(Piece(tool=ToolPiece(self._number, identity, (call.name or "") if first else "", fresh)))
                 self._raw = self._space = ""
         if not call.complete:
@@ -285,6 +293,10 @@ class CallText:
     def _end_value(self, at: int) -> None:
         if self._arguments is not None and self._arguments[1] is None:
             self._arguments = (self._arguments[0], at)
+
+
+def _identity() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _unquoted(text: str) -> str:

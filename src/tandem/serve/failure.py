@@ -4,6 +4,7 @@ Body: {"error": {"message", "type", "param", "code"}}. A client's own mistakes a
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +13,8 @@ from starlette.responses import Response
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
 
 Body = TypeVar("Body")
+# Fields whose name stands in the errors about them.
+NUMBERS = ("max_tokens", "logprobs")
 
 STATUS_BY_CODE = {
     "queue_full": 429,
@@ -62,6 +65,18 @@ def body_of(error: Exception) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def reworded(error: RequestError, words: Mapping[str, str]) -> RequestError:
+    """The same error, naming the field as this endpoint's clients write it. words: ours → theirs."""
+    theirs = words.get(error.param or "")
+    if theirs is None:
+        return error
+    ours, error.param = error.param or "", theirs
+    if ours in NUMBERS and theirs not in error.what:
+        what, hint = (re.sub(rf"\b{ours}\b", theirs, text) for text in (error.what, error.hint or ""))
+        TandemError.__init__(error, what, hint=hint or None)
+    return error
+
+
 def response_of(error: Exception) -> Response:
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
     if status_of(error) in (429, 503) and not isinstance(error, EngineDeadError):
@@ -76,9 +91,9 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        path = re.search(r"\$\.?([^`]*)`?$", str(error))
+        path = re.search(r"`\$\.?([^`]*)`$", str(error))
         param = re.split(r"[.\[]", path.group(1))[0] if path and path.group(1) else None
-        missing = re.search(r"missing required field `(\w+)`", str(error))
+        missing = re.search(r"missing required field `(\w+)`", str(error)) if param is None else None
         raise RequestError(
             f"the body is not as it should be: {error}.",
             param=missing.group(1) if missing else param,

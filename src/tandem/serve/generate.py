@@ -19,14 +19,17 @@ from tandem.request import SamplingParams
 from tandem.serve.accept import chat_params, completion_params, constraint_field
 from tandem.serve.bodies import read_json
 from tandem.serve.calls import MISTRAL
+from tandem.serve.conversation import understood
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
+from tandem.serve.failure import reworded
 from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply, Show
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service
 from tandem.serve.tools import ToolUse, tool_use
 
 Prompt = str | Sequence[int]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 RESERVED_VALUES = frozenset((
     "self", "messages", "tools", "template", "func", "args", "kwargs", "documents", "add_generation_prompt",
     "continue_final_message",
@@ -56,7 +59,13 @@ async def chat(request: Request) -> ASGIApp:
     service: Service = request.app.state.service
     body = await read_json(request, ChatRequest, service.limits.body_bytes)
     service.check_open()
-    return await answer(request, service, await chat_job(service, body, journey))
+    words = {"prompt": "messages"}
+    if body.max_completion_tokens is not None and body.max_tokens in (None, body.max_completion_tokens):
+        words["max_tokens"] = "max_completion_tokens"
+    try:
+        return await answer(request, service, await chat_job(service, body, journey))
+    except RequestError as error:
+        raise reworded(error, words) from None
 
 
 async def chat_job(
@@ -66,45 +75,49 @@ async def chat_job(
     card = service.engine.card
     model = service.check_model(body.model)
     params = chat_params(body, card.defaults, service.limits)
-    use = tool_use(body, card.chat_template)
-    param = constraint_field(body)
-    if use.constraint is not None:
-        if params.constraint is not None:
-            raise RequestError("tool_choice and response_format exclude each other.", param="tool_choice")
-        params, param = dataclasses.replace(params, constraint=use.constraint), "tools"
+    use = tool_use(body, card.chat_template, params.constraint, service.engine.text.special_id)
+    params = dataclasses.replace(params, constraint=use.constraint)
     show = show_of(body, bool(body.logprobs))
     if use.form is MISTRAL and params.skip_special_tokens:  # its mark of a call is a special token
         params, show.ending = dataclasses.replace(params, skip_special_tokens=False), card.eos_token or ""
     prompt = await _chat_prompt(service, body, use)
     end = service.engine.text.decode(prompt[-8:], skip_special_tokens=False)
-    show.parser = use.parser(card.chat_template, end, constrained=params.constraint is not None)
+    show.parser = use.parser(card.chat_template, end)
     return Job(
         body, params, [prompt], lambda asks, show: kind(asks, model, service.engine.text, show), show, journey,
-        constraint_param=param,
+        constraint_param=use.constraint_param or constraint_field(body),
     )  # fmt: skip
 
 
 async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse) -> list[int]:
-    if body.chat_template is not None:
-        raise RequestError("a template sent by a client is not run here.", param="chat_template")
     continued = bool(body.continue_final_message)
-    return await service.engine.encode_chat(
-        use.messages(body.messages),
-        tools=use.for_template,
-        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continued,
-        **_template_values(body, service.engine.card),
-    )
+    try:
+        return await service.engine.encode_chat(
+            use.messages(await understood(body.messages, service.engine.card)),
+            tools=use.for_template,
+            add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continued,
+            **_template_values(body, service.engine.card),
+        )
+    except RequestError as error:
+        if error.param in (body.chat_template_kwargs or {}):
+            error.param = "chat_template_kwargs"
+        raise
 
 
 def _template_values(body: ChatRequest, card: Card) -> dict[str, Any]:
     """What the client adds to the template's variables. Raises RequestError for what the template does not know."""
     values = dict(body.chat_template_kwargs or {})
     for name in values:
-        if name in RESERVED_VALUES or not name.isidentifier() or name.startswith("_"):
+        if name in RESERVED_VALUES or not name.isidentifier() or name.startswith("_") or not name.isascii():
             raise RequestError(f"chat_template_kwargs may not set {name!r:.80}.", param="chat_template_kwargs")
     if body.reasoning_effort is None:
         return values
+    if body.reasoning_effort not in EFFORTS:
+        raise RequestError(
+            f"reasoning_effort is {body.reasoning_effort!r:.80}; it must be one of {', '.join(EFFORTS)}.",
+            param="reasoning_effort",
+        )
     template = card.chat_template or ""
     if "reasoning_effort" in template:
         return {"reasoning_effort": body.reasoning_effort, **values}
@@ -178,7 +191,8 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         for i, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
             submitted_s, num = time.perf_counter(), job.params.n
             stream = await engine.submit(ids, job.params, priority=body.priority or 0, salt=body.cache_salt or "")
-            asks.append(Ask(stream, num, i * num, _echoed(service, prompt) if job.echo else "", job.params))
+            echoed = _echoed(service, prompt) if job.echo else ""
+            asks.append(Ask(stream, num, i * num, echoed, job.params, isinstance(prompt, str)))
             journey.add(submitted_s, stream.id, num)
         if body.explain:
             job.show.explain = lambda: journey.account(engine)

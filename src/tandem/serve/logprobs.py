@@ -1,9 +1,13 @@
 """Log-probabilities in the API's shapes. It knows tokens as text and bytes; it does not know answers."""
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from tandem.engine.detokenize import unfinished_bytes
 from tandem.request import TokenLogprobs
+
+VisibleBytes = Callable[[int], bytes]
 
 
 class Tokens(Protocol):
@@ -12,6 +16,8 @@ class Tokens(Protocol):
     def token_text(self, token: int) -> str: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+    def visible_bytes(self, skip_special_tokens: bool) -> VisibleBytes: ...
 
 
 def chat_entries(tokens: Tokens, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
@@ -26,20 +32,53 @@ def chat_entries(tokens: Tokens, entries: Sequence[TokenLogprobs]) -> list[dict[
     ]
 
 
-def completion_lists(tokens: Tokens, entries: Sequence[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
-    """The four equally long lists of choices[].logprobs, and the offset behind them in characters."""
-    texts = [tokens.token_text(entry.token) for entry in entries]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    lists = {
-        "tokens": texts,
+class Offsets:
+    """Where tokens stand in an answer's text, in characters: token by token, the place of the character that holds its
+    first byte. A character of several tokens has one place; a token that adds nothing (a skipped special one) stands
+    where the next character will.
+
+    visible   id → the bytes that the token adds to the text.
+    start     the place of the first character.
+    before    bytes in front of it; an unfinished character at their end is gone on with.
+    """
+
+    def __init__(self, visible: VisibleBytes, start: int = 0, before: bytes = b"") -> None:
+        self._visible, self.place = visible, start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        tail = unfinished_bytes(before)
+        self._decoder.decode(before[len(before) - tail :])
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """The places of the tokens that come next."""
+        places = []
+        for token in tokens:
+            data = self._visible(token)
+            begun = self._decoder.decode(data[:1])
+            waits = bool(self._decoder.getstate()[0])  # the first byte's character is not among those begun
+            places.append(self.place + max(0, len(begun) - (not waits)))
+            self.place += len(begun) + len(self._decoder.decode(data[1:]))
+        return places
+
+
+def prompt_places(tokens: Tokens, ids: Sequence[int], text: str, *, as_written: bool) -> list[int]:
+    """The places of a prompt's tokens in its text. as_written: special tokens in the text are shown in it."""
+    shown, plain = tokens.visible_bytes(not as_written), tokens.visible_bytes(True)
+    added = ids[:1] if not plain(ids[0]) and not text.startswith(tokens.token_text(ids[0])) else ids[:0]
+    rest = ids[len(added) :]
+    # sentencepiece writes a space before the first word that no text shows
+    early = bool(rest) and shown(rest[0]).startswith(b" ") and not text.startswith(" ")
+    places = Offsets(shown, -early).of(rest)
+    return [0] * len(added) + [min(max(place, 0), len(text)) for place in places]
+
+
+def completion_lists(tokens: Tokens, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
+    """The four equally long lists of choices[].logprobs."""
+    return {
+        "tokens": [tokens.token_text(entry.token) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": [_top(tokens, entry) for entry in entries],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
-    return lists, offset
 
 
 def _top(tokens: Tokens, entry: TokenLogprobs) -> dict[str, float] | None:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from tandem import __version__
 from tandem.errors import EngineDeadError, RequestError
 from tandem.serve.bodies import read_json
+from tandem.serve.conversation import understood
 from tandem.serve.schema import DetokenizeRequest, TokenizeRequest
 from tandem.serve.service import Service
 
@@ -82,7 +83,8 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("give either prompt or messages.", param="prompt")
     if body.messages is not None:
         add = body.add_generation_prompt is not False
-        tokens = await service.engine.encode_chat(body.messages, add_generation_prompt=add)
+        messages = await understood(body.messages, service.engine.card)
+        tokens = await service.engine.encode_chat(messages, add_generation_prompt=add)
     else:
         tokens = await service.engine.encode(body.prompt or "", body.add_special_tokens is not False)
     shown: dict[str, Any] = {

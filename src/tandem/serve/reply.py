@@ -16,7 +16,7 @@ import orjson
 from tandem.engine.contract import Update
 from tandem.engine.streams import AsyncStream
 from tandem.request import SamplingParams, TokenLogprobs
-from tandem.serve.logprobs import Tokens, chat_entries, completion_lists, prompt_entries
+from tandem.serve.logprobs import Offsets, Tokens, chat_entries, completion_lists, prompt_entries, prompt_places
 from tandem.serve.parse import AnswerParser, Piece
 
 MakeParser = Callable[[], AnswerParser]
@@ -26,13 +26,17 @@ Explain = Callable[[], Awaitable[dict[str, Any]]]
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """One prompt's stream and what its answers must show."""
+    """One prompt's stream and what its answers must show.
+
+    as_written   the prompt was given as text, so that echo_text shows its special tokens.
+    """
 
     stream: AsyncStream
     num_choices: int
     first_index: int = 0
     echo_text: str = ""
     params: SamplingParams | None = None
+    as_written: bool = False
 
 
 class Updates(Protocol):
@@ -79,7 +83,7 @@ class Choice:
     finish: str | None = None
     started: bool = False
     called: bool = False
-    text_length: int = 0
+    offsets: Offsets | None = None
     plain: tuple[bytes, bytes] | None = None
 
     def take(self, update: Update) -> list[Piece]:
@@ -291,8 +295,16 @@ class CompletionReply(Reply):
         return self.prompt_entries_of(choice) + choice.logprobs if self.echo else choice.logprobs
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        lists, choice.text_length = completion_lists(self.tokens, entries, choice.text_length)
-        return lists
+        ask = self.ask_of(choice)
+        prompt = ask.stream.prompt_token_ids
+        if choice.offsets is None:
+            visible = self.tokens.visible_bytes(ask.params is None or ask.params.skip_special_tokens)
+            before = b"".join(visible(token) for token in prompt[-4:])
+            choice.offsets = Offsets(visible, len(ask.echo_text), before)
+        num_echoed = len(self.prompt_entries_of(choice)) if self.echo else 0
+        places = prompt_places(self.tokens, prompt, ask.echo_text, as_written=ask.as_written) if num_echoed else []
+        places += choice.offsets.of([entry.token for entry in entries[num_echoed:]])
+        return completion_lists(self.tokens, entries, places)
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[str, str, list[dict[str, Any]]]:

@@ -13,8 +13,10 @@ from starlette.types import ASGIApp
 from tandem.errors import RequestError
 from tandem.serve.bodies import read_json
 from tandem.serve.explain import Journey
+from tandem.serve.failure import reworded
 from tandem.serve.generate import answer, chat_job
 from tandem.serve.items import ResponsesReply
+from tandem.serve.refusals import REASONING, RESPONSES, RESPONSES_TOOL, STREAM_OPTIONS, TEXT, refuse
 from tandem.serve.schema import (
     ChatRequest,
     FunctionTool,
@@ -28,18 +30,12 @@ from tandem.serve.schema import (
 )
 from tandem.serve.service import Service
 
-REFUSED = {
-    "previous_response_id": "nothing is stored here; send the whole conversation as input.",
-    "conversation": "nothing is stored here; send the whole conversation as input.",
-    "background": "answers are not computed in the background.",
-    "prompt": "there are no stored prompts here.",
-    "max_tool_calls": "there are no built-in tools whose calls could be counted.",
-}
 LOGPROBS = "message.output_text.logprobs"
 # What the chat request calls otherwise.
-PARAMS = {
-    "messages": "input", "prompt": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
-    "reasoning_effort": "reasoning",
+WORDS = {
+    "messages": "input", "prompt": "input", "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens", "response_format": "text",
+    "reasoning_effort": "reasoning", "logprobs": "top_logprobs",
 }  # fmt: skip
 
 
@@ -48,49 +44,45 @@ async def responses(request: Request) -> ASGIApp:
     service: Service = request.app.state.service
     body = await read_json(request, ResponsesRequest, service.limits.body_bytes)
     service.check_open()
-    asked = as_chat(body)
+    refuse(body, RESPONSES)
     try:
+        asked = as_chat(body)
         job = await chat_job(service, asked, journey, lambda *a: ResponsesReply(*a, body=body))
         if job.constraint_param == "response_format":
             job.constraint_param = "text"
         return await answer(request, service, job)
     except RequestError as error:
-        error.param = PARAMS.get(error.param or "", error.param)
-        raise
+        raise reworded(error, WORDS) from None
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same request in the chat API's words. Raises RequestError for what needs state or is not offered."""
-    for name, why in REFUSED.items():
-        if getattr(body, name) not in (None, False):
-            raise RequestError(f"{name} is not supported: {why}", param=name, code="unsupported_value")
     include = body.include or []
     for name in include:
         if name != LOGPROBS:
             raise RequestError(
                 f"include knows {LOGPROBS}, not {name!r:.80}.", param="include", code="unsupported_value"
             )
-    if body.truncation not in (None, "disabled"):
-        raise RequestError("input is never cut here; truncation must be disabled.", param="truncation")
-    if (body.stream_options or {}).get("include_obfuscation"):
-        raise RequestError("stream_options.include_obfuscation is not supported.", param="stream_options")
+    if body.stream_options is not None:
+        refuse(body.stream_options, STREAM_OPTIONS, param="stream_options", path="stream_options.")
+        if not body.stream:
+            raise RequestError("stream_options needs stream: true.", param="stream_options")
     reasoning = body.reasoning
-    if reasoning is not None and (reasoning.summary or reasoning.generate_summary) not in (None, "auto"):
-        raise RequestError("reasoning is given whole, never as a summary.", param="reasoning")
+    if reasoning is not None:
+        refuse(reasoning, REASONING, param="reasoning", path="reasoning.")
+    if body.text is not None:
+        refuse(body.text, TEXT, param="text", path="text.")
+    logprobs = LOGPROBS in include or bool(body.top_logprobs)
     return ChatRequest(
         model=body.model, messages=messages_of(body), stream=body.stream, temperature=body.temperature,
         top_p=body.top_p, max_completion_tokens=body.max_output_tokens, user=body.user, store=body.store,
-        service_tier=body.service_tier, parallel_tool_calls=body.parallel_tool_calls, verbosity=_verbosity(body),
+        service_tier=body.service_tier, parallel_tool_calls=body.parallel_tool_calls,
         tools=_tools(body), tool_choice=_tool_choice(body), response_format=_format(body),
         reasoning_effort=reasoning.effort if reasoning is not None else None,
-        logprobs=LOGPROBS in include or bool(body.top_logprobs), top_logprobs=body.top_logprobs,
+        logprobs=logprobs, top_logprobs=body.top_logprobs if logprobs else None, metadata=body.metadata,
         seed=body.seed, top_k=body.top_k, min_p=body.min_p, repetition_penalty=body.repetition_penalty,
         priority=body.priority, cache_salt=body.cache_salt, explain=body.explain, timeout_s=body.timeout_s,
     )  # fmt: skip
-
-
-def _verbosity(body: ResponsesRequest) -> str | None:
-    return body.text.verbosity if body.text is not None else None
 
 
 def _tools(body: ResponsesRequest) -> list[Tool] | None:
@@ -101,6 +93,7 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
                 f"tools[{i}] is of type {tool.type!r:.80}; only functions with a name are offered here.",
                 param="tools", code="unsupported_value",
             )  # fmt: skip
+        refuse(tool, RESPONSES_TOOL, param="tools", path=f"tools[{i}].")
         found.append(Tool("function", FunctionTool(tool.name, tool.description, tool.parameters, tool.strict)))
     return found or None
 
@@ -119,7 +112,10 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
         return None
     if wanted.type not in ("text", "json_object", "json_schema"):
         raise RequestError(f"text.format.type is {wanted.type!r:.80}; it must be text or JSON.", param="text")
-    return ResponseFormat(wanted.type, JsonSchemaFormat(wanted.name or "answer", wanted.schema, None, wanted.strict))
+    if wanted.type != "json_schema":
+        return ResponseFormat(wanted.type)
+    form = JsonSchemaFormat(wanted.name, wanted.schema, wanted.description, wanted.strict)
+    return ResponseFormat(wanted.type, form)
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:

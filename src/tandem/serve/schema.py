@@ -14,11 +14,19 @@ Json = dict[str, Any]
 
 class StreamOptions(Struct):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    # extension
     continuous_usage_stats: bool | None = None
 
 
+class ResponsesStreamOptions(Struct):
+    include_obfuscation: bool | None = None
+
+
 class JsonSchemaFormat(Struct):
-    name: str = "answer"
+    """name is a label that changes no answer; unlike in the OpenAI API it may be left out."""
+
+    name: str | None = None
     schema: Json | None = None
     description: str | None = None
     strict: bool | None = None
@@ -32,6 +40,8 @@ class ResponseFormat(Struct):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    # refused: some servers read a schema here
+    schema: Any = None
 
 
 class FunctionTool(Struct):
@@ -110,7 +120,10 @@ class ChatRequest(Generation, kw_only=True):
     modalities: list[str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # refused when given
+    # refused but for values that ask for nothing; see refusals.py
+    moderation: Any = None
+    prompt_cache_options: Json | None = None
+    prompt_cache_retention: str | None = None
     audio: Any = None
     functions: Any = None
     function_call: Any = None
@@ -174,6 +187,10 @@ class ResponsesTool(Struct):
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
+    # refused but for values that ask for nothing
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    output_schema: Any = None
 
 
 class ResponsesNamedTool(Struct):
@@ -183,8 +200,11 @@ class ResponsesNamedTool(Struct):
 
 class Reasoning(Struct):
     effort: str | None = None
+    # refused but for values that ask for nothing
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class ResponsesRequest(Struct, kw_only=True):
@@ -211,8 +231,12 @@ class ResponsesRequest(Struct, kw_only=True):
     include: list[str] | None = None
     truncation: str | None = None
     top_logprobs: int | None = None
-    stream_options: Json | None = None
-    # refused when given
+    stream_options: ResponsesStreamOptions | None = None
+    # refused but for values that ask for nothing; see refusals.py
+    moderation: Any = None
+    prompt_cache_options: Json | None = None
+    prompt_cache_retention: str | None = None
+    context_management: Any = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None

@@ -6,14 +6,16 @@ no tools is told of them in a system message, in the Hermes format, which most l
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from tandem.errors import RequestError
 from tandem.request import Constraint
-from tandem.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, Calls
+from tandem.serve.call_grammar import ARGS, CallGrammar, SpecialId
+from tandem.serve.calls import HERMES, LLAMA, MAX_NAME, MISTRAL, CallFormat, Calls
+from tandem.serve.conversation import with_instruction
 from tandem.serve.parse import THINK_OPEN, AnswerParser, Reasoning
 from tandem.serve.schema import ChatRequest, FunctionTool, NamedToolChoice
 
@@ -26,39 +28,42 @@ INSTRUCTION = (
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one request uses tools. for_template: what the template gets; instruction: a system message instead."""
+    """How one request uses tools, and what governs its answers.
+
+    for_template   what the template gets.       instruction   what a system message says of tools and form.
+    constraint     the answer's grammar.         constraint_param   the field it comes from, None: response_format.
+    leaves_text    the grammar only governs calls: there is room for thoughts and text.
+    forced         tools of which one must be called.
+    """
 
     for_template: list[dict[str, Any]] | None = None
     instruction: str | None = None
-    constraint: Constraint | None = None
     form: CallFormat | None = None
     names: tuple[str, ...] = ()
     single: bool = False
+    constraint: Constraint | None = None
+    constraint_param: str | None = None
+    leaves_text: bool = False
+    forced: tuple[str, ...] = ()
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation, with the instruction joined to its system message if there is one."""
-        if self.instruction is None:
-            return list(messages)
-        first = messages[0] if messages else {}
-        if isinstance(first, dict) and first.get("role") == "system" and isinstance(first.get("content"), str):
-            return [{**first, "content": f"{first['content']}\n\n{self.instruction}"}, *messages[1:]]
-        return [{"role": "system", "content": self.instruction}, *messages]
+        """The conversation, with the instruction in its system message."""
+        return list(messages) if self.instruction is None else with_instruction(messages, self.instruction)
 
-    def parser(
-        self, template: str | None, prompt_end: str, *, constrained: bool = False
-    ) -> Callable[[], AnswerParser] | None:
-        """Makes a parser for each answer; None if the text needs none.
+    def parser(self, template: str | None, prompt_end: str) -> Callable[[], AnswerParser] | None:
+        """Makes a parser for each answer; None if the text needs none. prompt_end: the prompt's last characters.
 
-        prompt_end    the prompt's last characters.
-        constrained   a grammar governs the answer from its first token on: there is no room for thoughts.
+        Where a grammar governs the answer from its first token on, there is no room for thoughts.
         """
-        thinks = THINK_OPEN in (template or "") and not constrained
+        thinks = THINK_OPEN in (template or "") and (self.constraint is None or self.leaves_text)
         inside = thinks and prompt_end.rstrip().endswith(THINK_OPEN)
         if not thinks and self.form is None:
             return None
 
         def make() -> AnswerParser:
-            calls = Calls(self.form, self.names, single=self.single) if self.form is not None else None
+            calls = None
+            if self.form is not None:
+                calls = Calls(self.form, self.names, single=self.single, forced=self.forced)
             if not thinks:
                 assert calls is not None
                 return calls
@@ -76,27 +81,70 @@ def format_of(template: str | None) -> CallFormat | None:
     return HERMES if "<tool_call>" in template else LLAMA
 
 
-def tool_use(body: ChatRequest, template: str | None) -> ToolUse:
-    """Check tools and tool_choice. Raises RequestError naming the field."""
+def tool_use(
+    body: ChatRequest, template: str | None, answer: Constraint | None = None, special_id: SpecialId = lambda text: None
+) -> ToolUse:
+    """Check tools and tool_choice. Raises RequestError naming the field.
+
+    answer       the grammar that response_format asks for.      special_id   see call_grammar.
+    """
+    told = _description(body)
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice asks for a tool, but tools is empty.", param="tool_choice")
-        return ToolUse()
+        return ToolUse(instruction=told, constraint=answer)
     tools = _checked(body)
     if choice == "none":
-        return ToolUse()
+        return ToolUse(instruction=told, constraint=answer)
     forced = _forced(choice, tools)
     form = format_of(template)
     plain = [{"type": "function", "function": _described(tool)} for tool in tools]
-    return ToolUse(
+    told_tools = None if form is not None else INSTRUCTION.format(tools=json.dumps(plain))
+    use = ToolUse(
         for_template=plain if form is not None else None,
-        instruction=None if form is not None else INSTRUCTION.format(tools=json.dumps(plain)),
-        constraint=_constraint(forced, form or HERMES) if forced else None,
+        instruction="\n\n".join(text for text in (told_tools, told) if text) or None,
         form=form or HERMES,
         names=tuple(tool.name for tool in tools),
         single=body.parallel_tool_calls is False,
     )
+    return _governed(use, tools, forced, answer, special_id, by_name=ARGS in (template or ""))
+
+
+def _governed(
+    use: ToolUse, tools: Sequence[FunctionTool], forced: Sequence[FunctionTool], answer: Constraint | None,
+    special_id: SpecialId, *, by_name: bool,
+) -> ToolUse:  # fmt: skip
+    """The same use, with the grammar of its answers if there must be one."""
+    assert use.form is not None
+    strict = any(tool.strict for tool in tools)
+    if forced:
+        grammar = CallGrammar(use.form, forced, special_id, by_name=by_name).forced()
+        names = tuple(tool.name for tool in forced)
+        return replace(use, constraint=grammar, constraint_param="tools", forced=names)
+    free_tools = [tool.name for tool in tools if not tool.strict]
+    grammars = CallGrammar(use.form, tools, special_id, by_name=by_name, free_tools=free_tools)
+    if answer is None:
+        if not strict:
+            return use
+        free = grammars.free(single=use.single)
+        return replace(use, constraint=free, constraint_param="tools", leaves_text=True)
+    if answer.kind not in ("json_object", "json_schema"):
+        raise RequestError(
+            f"tools do not go with a grammar of the kind {answer.kind}: no tool could be called.",
+            param="tools", hint="use a JSON schema, or tool_choice none.",
+        )  # fmt: skip
+    schema = answer.text if answer.kind == "json_schema" else '{"type": "object"}'
+    formed = grammars.formed(schema, single=use.single)
+    return replace(use, constraint=formed, constraint_param="tools" if strict else None)
+
+
+def _description(body: ChatRequest) -> str | None:
+    """What the model is told of the answer's form: json_schema.description, which the API has for that."""
+    form = body.response_format.json_schema if body.response_format is not None else None
+    if form is None or not form.description:
+        return None
+    return f"Your answer has the form {form.name or 'answer'}: {form.description}"
 
 
 def _checked(body: ChatRequest) -> list[FunctionTool]:
@@ -107,6 +155,8 @@ def _checked(body: ChatRequest) -> list[FunctionTool]:
     for i, tool in enumerate(tools):
         if tool.type != "function" or tool.function is None:
             raise RequestError(f"tools[{i}] must be of type function, with a field of that name.", param="tools")
+        if len(tool.function.name) > MAX_NAME:
+            raise RequestError(f"tools[{i}].function.name has more than {MAX_NAME} characters.", param="tools")
         if not tool.function.name or any(tool.function.name == other.name for other in found):
             raise RequestError(f"tools[{i}].function.name is empty or given twice.", param="tools")
         found.append(tool.function)
@@ -129,20 +179,3 @@ def _forced(choice: object, tools: Sequence[FunctionTool]) -> list[FunctionTool]
 
 def _described(tool: FunctionTool) -> dict[str, Any]:
     return {key: value for key, value in msgspec.to_builtins(tool).items() if value is not None and key != "strict"}
-
-
-def _constraint(tools: Sequence[FunctionTool], form: CallFormat) -> Constraint:
-    """A grammar (llguidance's Lark dialect) of exactly one call to one of the tools."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, form.arguments_key: tool.parameters or {"type": "object"}},
-            "required": ["name", form.arguments_key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
-    before, after = form.opening + ("[" if form.is_list else ""), ("]" if form.is_list else "") + form.closing
-    parts = [json.dumps(before)] * bool(before) + ["call"] + [json.dumps(after)] * bool(after)
-    return Constraint("grammar", f"start: {' '.join(parts)}\ncall: %json {schema}\n")

@@ -1,0 +1,105 @@
+"""Fields of the OpenAI API that are not honoured here: what each may say all the same, and why it may say no more.
+
+A neutral value asks for what happens anyway (nothing cached beyond this process, no moderation, no summary), so that
+clients which send it by default are served. Every other value is refused by name: nothing is ignored silently.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tandem.errors import RequestError
+
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+
+
+class Refusal(NamedTuple):
+    """why: a sentence for the client.  neutral: values that ask for nothing; null always is one."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+
+# What several endpoints refuse.
+SHARED = {
+    "moderation": Refusal("there is no moderation here."),
+    "prompt_cache_retention": Refusal(
+        "cached prefixes are kept in memory, for no promised time.", ("in_memory", "in-memory")
+    ),
+    "prompt_cache_options": Refusal(
+        "prefixes are cached by themselves, for no promised time; cache_salt keeps users apart.",
+        ({}, {"mode": "implicit"}),
+    ),
+    "service_tier": Refusal("there is one tier.", ("auto", "default")),
+    "store": Refusal("nothing is kept.", (False,)),
+}
+TEXT = {
+    "verbosity": Refusal("the model's template knows no such choice.", ("medium",)),
+}
+CHAT = {
+    **SHARED,
+    "audio": Refusal("there is no audio output."),
+    "functions": Refusal("functions is deprecated; use tools."),
+    "function_call": Refusal("function_call is deprecated; use tool_choice."),
+    "prediction": Refusal("there are no predicted outputs."),
+    "web_search_options": Refusal("there is no web search."),
+    "modalities": Refusal("answers are text.", (["text"],)),
+    **TEXT,
+    "chat_template": Refusal("a template sent by a client is not run here."),
+    "echo": Refusal("echo is for /v1/completions; continue_final_message goes on with a message.", (False,)),
+}
+COMPLETIONS = {
+    "service_tier": SHARED["service_tier"],
+    "store": SHARED["store"],
+    "suffix": Refusal("there is no insertion.", ("",)),
+}
+RESPONSES = {
+    **SHARED,
+    "previous_response_id": Refusal("nothing is stored here; send the whole conversation as input."),
+    "conversation": Refusal("nothing is stored here; send the whole conversation as input."),
+    "background": Refusal("answers are not computed in the background.", (False,)),
+    "prompt": Refusal("there are no stored prompts here."),
+    "max_tool_calls": Refusal("there are no built-in tools whose calls could be counted."),
+    "context_management": Refusal("input is never compacted here.", ([],)),
+    "truncation": Refusal("input is never cut here.", ("disabled",)),
+}
+# Parts of a field; refused under the field's name.
+STREAM_OPTIONS = {
+    "include_obfuscation": Refusal("events are not padded.", (False,)),
+}
+REASONING = {
+    "summary": Refusal("reasoning is given whole, never as a summary."),
+    "generate_summary": Refusal("reasoning is given whole, never as a summary."),
+    "context": Refusal("the model's template decides which earlier reasoning it sees.", ("auto",)),
+    "mode": Refusal("there is one mode.", ("standard",)),
+}
+RESPONSES_TOOL = {
+    "allowed_callers": Refusal("only the model itself calls tools.", (["direct"], [])),
+    "defer_loading": Refusal("there is no tool search.", (False,)),
+    "output_schema": Refusal("outputs of tools are passed on as they come."),
+}
+
+
+def refuse(body: Any, table: Mapping[str, Refusal], *, param: str | None = None, path: str = "") -> None:
+    """Raise RequestError for the first field of body that asks for what the table refuses.
+
+    param, path   the field and the path to be named where body is only a part of a request.
+    """
+    for name, refusal in table.items():
+        value = getattr(body, name)
+        if value is not None and not any(value == one and type(value) is type(one) for one in refusal.neutral):
+            allowed = "".join(f", {one!r}" for one in refusal.neutral)
+            raise RequestError(
+                f"{path}{name} is {value!r:.80}, which is not supported: {refusal.why}",
+                param=param or name, code="unsupported_value", hint=f"leave it out, or null{allowed}.",
+            )  # fmt: skip
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raise RequestError for more than the API allows: 16 pairs, keys of 64 characters, values of 512."""
+    pairs = metadata or {}
+    if len(pairs) > MAX_METADATA or any(len(k) > MAX_KEY or len(v) > MAX_VALUE for k, v in pairs.items()):
+        raise RequestError(
+            f"metadata holds at most {MAX_METADATA} pairs of a key of up to {MAX_KEY} and a value of up to {MAX_VALUE} "
+            "characters.",
+            param="metadata",
+        )

@@ -1,0 +1,274 @@
+"""Each field that the openai SDK can send is honoured, a label, or refused by name; errors name what was written."""
+
+import json
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionDeveloperMessageParam,
+    ChatCompletionStreamOptionsParam,
+    ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat import (
+    completion_create_params as chat_create_params,
+)
+from openai.types.responses import FunctionToolParam, response_create_params
+from openai.types.responses.response_format_text_json_schema_config_param import (
+    ResponseFormatTextJSONSchemaConfigParam,
+)
+from openai.types.responses.response_text_config_param import ResponseTextConfigParam
+from openai.types.shared_params import FunctionDefinition, Reasoning, ResponseFormatJSONSchema
+from openai.types.shared_params.response_format_json_schema import JSONSchema
+from serve_drive import Served, serving
+
+from tandem.serve import refusals, schema
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HI = [{"role": "user", "content": "hi"}]
+BASE = {
+    CHAT: {"messages": HI, "max_tokens": 1},
+    COMPLETIONS: {"prompt": "a", "max_tokens": 1},
+    RESPONSES: {"input": "hi", "max_output_tokens": 1},
+}
+# They name the sender or group requests; what they are said to do elsewhere (billing, routing) has no place here.
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+HONOURED = {
+    CHAT: """messages model frequency_penalty logit_bias logprobs max_completion_tokens max_tokens n parallel_tool_calls
+        presence_penalty reasoning_effort response_format seed stop stream stream_options temperature tool_choice tools
+        top_logprobs top_p""",
+    COMPLETIONS: """model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed
+        stop stream stream_options temperature top_p""",
+    RESPONSES: """include input instructions max_output_tokens model parallel_tool_calls reasoning stream stream_options
+        temperature text tool_choice tools top_logprobs top_p""",
+}
+REFUSED = {CHAT: refusals.CHAT, COMPLETIONS: refusals.COMPLETIONS, RESPONSES: refusals.RESPONSES}
+BODIES = {CHAT: schema.ChatRequest, COMPLETIONS: schema.CompletionRequest, RESPONSES: schema.ResponsesRequest}
+SDK = {
+    CHAT: chat_create_params.CompletionCreateParamsBase,
+    COMPLETIONS: completion_create_params.CompletionCreateParamsBase,
+    RESPONSES: response_create_params.ResponseCreateParamsBase,
+}
+# Values that ask for something, of the type the field has.
+ASKING: dict[str, Any] = {
+    "moderation": {"model": "x"}, "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"},
+    "service_tier": "flex", "store": True, "audio": {"voice": "x"}, "functions": [{"name": "x"}],
+    "function_call": "auto", "prediction": {"type": "content", "content": "x"}, "web_search_options": {},
+    "modalities": ["text", "audio"], "verbosity": "low", "chat_template": "x", "echo": True, "suffix": "x",
+    "previous_response_id": "resp_1", "conversation": "c", "background": True, "prompt": {"id": "x"},
+    "max_tool_calls": 3, "context_management": [{"type": "compaction"}], "truncation": "auto",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_every_field_of_the_sdk_is_placed(path: str) -> None:
+    """A new version of the SDK with a new field fails here, until it is decided what becomes of the field."""
+    fields = {*get_type_hints(SDK[path]), "stream"}
+    placed = {*HONOURED[path].split(), *REFUSED[path], *LABELS}
+    assert fields - placed == set(), "of these fields it is not known whether they are honoured"
+    assert set(HONOURED[path].split()) - fields == set()
+    assert fields <= set(BODIES[path].__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("kind", "honoured", "refused"),
+    [
+        (ChatCompletionStreamOptionsParam, "include_usage", refusals.STREAM_OPTIONS),
+        (response_create_params.StreamOptions, "", refusals.STREAM_OPTIONS),
+        (FunctionDefinition, "name description parameters strict", {}),
+        (FunctionToolParam, "type name description parameters strict", refusals.RESPONSES_TOOL),
+        (ResponseFormatJSONSchema, "type json_schema", {}),
+        (JSONSchema, "name description schema strict", {}),
+        (ResponseFormatTextJSONSchemaConfigParam, "type name description schema strict", {}),
+        (ResponseTextConfigParam, "format", refusals.TEXT),
+        (Reasoning, "effort", refusals.REASONING),
+        (ChatCompletionUserMessageParam, "role content name", {}),
+        (ChatCompletionSystemMessageParam, "role content name", {}),
+        (ChatCompletionDeveloperMessageParam, "role content name", {}),
+        (ChatCompletionToolMessageParam, "role content tool_call_id", {}),
+        (ChatCompletionAssistantMessageParam, "role content name refusal tool_calls", ("audio", "function_call")),
+        (ChatCompletionContentPartTextParam, "type text", ("prompt_cache_breakpoint",)),
+    ],
+)  # fmt: skip
+def test_every_part_of_a_field_is_placed(kind: type, honoured: str, refused: Any) -> None:
+    assert set(get_type_hints(kind)) == {*honoured.split(), *refused}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_what_asks_for_something_else_is_refused_and_what_asks_for_nothing_is_not(null: Served, path: str) -> None:
+    for name, refusal in REFUSED[path].items():
+        error = null.refused(path, {**BASE[path], name: ASKING[name]}, param=name)
+        assert error["code"] == "unsupported_value" and name in error["message"]
+        for value in (None, *refusal.neutral):
+            answer = null.post(path, {**BASE[path], name: value})
+            assert answer.status_code == 200, (name, value, answer.text)
+    for name in LABELS & set(BODIES[path].__struct_fields__):
+        value = {"a": "b"} if name == "metadata" else "x"
+        assert null.post(path, {**BASE[path], name: value}).status_code == 200
+    if path == RESPONSES:
+        assert null.post(path, {**BASE[path], "metadata": {"a": "b"}}).json()["metadata"] == {"a": "b"}
+    for wrong in ({str(i): "x" for i in range(17)}, {"k" * 65: "x"}, {"k": "v" * 513}):
+        null.refused(path, {**BASE[path], "metadata": wrong}, param="metadata")
+
+
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        (RESPONSES, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        (RESPONSES, {"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning"),
+        (RESPONSES, {"reasoning": {"generate_summary": "detailed"}}, "reasoning"),
+        (RESPONSES, {"reasoning": {"context": "all_turns"}}, "reasoning"),
+        (RESPONSES, {"reasoning": {"mode": "pro"}}, "reasoning"),
+        (RESPONSES, {"tools": [{**TOOL, "defer_loading": True}]}, "tools"),
+        (RESPONSES, {"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]}, "tools"),
+        (RESPONSES, {"tools": [{**TOOL, "output_schema": {}}]}, "tools"),
+        # errors name what the client of this endpoint has written
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"max_output_tokens": 10**6}, "max_output_tokens"),
+        (RESPONSES, {"top_logprobs": 21}, "top_logprobs"),
+        (RESPONSES, {"input": "x" * 600}, "input"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x" * 600}]}, "input"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text"),
+        (RESPONSES, {"text": {"format": {}}}, "text"),
+        (RESPONSES, {"reasoning": {"effort": "much"}}, "reasoning"),
+        (RESPONSES, {"tools": [{"name": "x"}]}, "tools"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": 0, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 10**6}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": 10**6}, "max_tokens"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"logprobs": 5}, "logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        (CHAT, {"response_format": {}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+        (CHAT, {"response_format": {"type": "text", "regex": "x"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "", "schema": {}}}},
+         "response_format"),
+        (CHAT, {"chat_template_kwargs": {"unheard_of": 1}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"strftime_now": 1}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"namespace": 1}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"loop": 1}}, "chat_template_kwargs"),
+        (CHAT, {"reasoning_effort": "much"}, "reasoning_effort"),
+        (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools"),
+        (CHAT, {"n": 0}, "n"), (CHAT, {"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        (COMPLETIONS, {"max_tokens": 10**6}, "max_tokens"), (COMPLETIONS, {"prompt": "x" * 600}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 600}, "prompt"), (COMPLETIONS, {"prompt": ["a"] * 10_000}, "prompt"),
+        (COMPLETIONS, {"prompt": [[5]] * 257}, "prompt"), (COMPLETIONS, {"prompt": [[5], [259]]}, "prompt"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs"), (COMPLETIONS, {"n": 2, "best_of": 1}, "best_of"),
+        (COMPLETIONS, {"n": 2, "best_of": 3}, "best_of"), (COMPLETIONS, {"best_of": 0}, "best_of"),
+        (COMPLETIONS, {"stop": ["a", ""]}, "stop"), (COMPLETIONS, {"stop": []}, None),
+        (COMPLETIONS, {"stop_token_ids": [259]}, "stop_token_ids"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field_as_written(null: Served, path: str, body: dict, param: str | None) -> None:
+    body = {**BASE[path], **body}
+    if param is None:
+        assert null.post(path, body).status_code == 200
+        return
+    error = null.refused(path, body, param=param)
+    if param.startswith("max_"):
+        assert param in error["message"]
+        assert not ({"max_tokens", "max_completion_tokens", "max_output_tokens"} - {param}) & set(
+            error["message"].replace(",", " ").split()
+        )
+
+
+@pytest.mark.parametrize("key", ["1_0", "٣", " 5", "5 ", "+5", "-5", "", "5.0", "0x5", "²", "9" * 5000])
+def test_ids_in_logit_bias_are_plain_digits(null: Served, key: str) -> None:
+    null.refused(COMPLETIONS, {"prompt": "a", "logit_bias": {key: 1}}, param="logit_bias")
+
+
+def call(**changes: Any) -> dict:
+    function = {"name": "weather", "arguments": "{}"}
+    return {"id": "call_1", "type": "function", "function": function, **changes}
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[1].tool_calls[0].id"),
+        ({"role": "assistant", "tool_calls": [5]}, "messages[1].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": {}}, "messages[1].tool_calls"),
+        ({"role": "assistant", "tool_calls": [call(function={})]}, "messages[1].tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [call(function={"name": "x"})]}, "tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [call(type="custom")]}, "messages[1].tool_calls[0].type"),
+        ({"role": "user", "content": "x", "tool_calls": [call()]}, "messages[1].tool_calls"),
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[1].tool_call_id"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "messages[1].audio"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "x"}}, "messages[1].function_call"),
+        ({"role": "assistant", "content": "x", "refusal": "y"}, "messages[1].refusal"),
+        ({"role": "user", "content": "x", "name": "a b"}, "messages[1].name"),
+        ({"role": "user", "content": "x", "name": 5}, "messages[1].name"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "prompt_cache_breakpoint": {}}]},
+         "messages[1].content[0].prompt_cache_breakpoint"),
+    ],
+)  # fmt: skip
+def test_messages_are_refused_by_path(null: Served, message: dict, place: str) -> None:
+    assert place in null.refused(CHAT, {"messages": [*HI, message]}, param="messages")["message"]
+    if message["role"] != "user" or "name" not in message:
+        assert place in null.refused("/tokenize", {"messages": [*HI, message]}, param="messages")["message"]
+
+
+def test_messages_as_the_sdk_gives_them_back_are_taken(null: Served) -> None:
+    given_back = {"role": "assistant", "content": None, "refusal": None, "annotations": None, "audio": None,
+                  "function_call": None, "tool_calls": [call()]}  # fmt: skip
+    answered = {"role": "tool", "tool_call_id": "call_1", "content": "sunny", "name": "weather"}
+    null.chat([*HI, given_back, answered], max_tokens=1)
+    refused = [*HI, {"role": "assistant", "content": None, "refusal": "No."}, *HI]
+    plain = [*HI, {"role": "assistant", "content": "No."}, *HI]
+    options = {"max_tokens": 1, "return_token_ids": True}
+    assert null.chat(refused, **options)["prompt_token_ids"] == null.chat(plain, **options)["prompt_token_ids"]
+
+
+def prompt_of(served: Served, messages: list[dict]) -> str:
+    tokens = served.chat(messages, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
+    assert served.post("/tokenize", {"messages": messages}).json()["tokens"] == tokens
+    return served.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+
+def test_names_tell_participants_of_a_role_apart() -> None:
+    silent = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
+    ann, bob = {"role": "user", "content": "hi", "name": "ann"}, {"role": "user", "content": "ho", "name": "bob"}
+    alone = [ann, {"role": "assistant", "content": "well", "name": "agent"}, {**bob, "name": "ann"}]
+    with serving(source={"chat_template": silent}, max_model_len=256) as served:
+        assert prompt_of(served, [ann, bob]) == "[u]ann: hi[u]bob: ho"
+        assert prompt_of(served, [{**ann, "content": [{"type": "text", "text": "x"}]}, *HI]) == "[u]ann: x[u]hi"
+        assert prompt_of(served, alone) == "[u]hi[a]well[u]ho", "there is nobody to be told apart from"
+    writes = "{% for m in messages %}[{{ m.name or m.role }}]{{ m.content }}{% endfor %}"
+    with serving(source={"chat_template": writes}, max_model_len=256) as served:
+        assert prompt_of(served, [ann, bob]) == "[ann]hi[bob]ho"
+        served.canary()
+
+
+def test_a_schema_that_is_described_is_told_of() -> None:
+    form = {"name": "town", "schema": {"type": "integer"}, "description": "The town's size."}
+    source = {"chat_template": "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"}
+    with serving(source=source, max_model_len=256) as served:
+
+        def prompt(messages: list, **fields: Any) -> str:
+            tokens = served.chat(messages, max_tokens=1, return_token_ids=True, **fields)["prompt_token_ids"]
+            return served.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+        told = prompt(HI, response_format={"type": "json_schema", "json_schema": form})
+        assert told == "[s]Your answer has the form town: The town's size.[u]hi"
+        system = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *HI]
+        told = prompt(system, response_format={"type": "json_schema", "json_schema": form})
+        assert told == "[s]Be brief.\n\nYour answer has the form town: The town's size.[u]hi"
+        bare = {"schema": {"type": "integer"}}
+        assert prompt(HI, response_format={"type": "json_schema", "json_schema": bare}) == "[u]hi"
+        answer = served.post(RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", **form}}}).json()
+        assert answer["usage"]["input_tokens"] == len("[s]Your answer has the form town: The town's size.[u]hi")
+        json.loads(answer["output"][0]["content"][0]["text"])
