@@ -83,6 +83,18 @@ def test_c05_a_long_prompt_stalls_neither_decodes_nor_short_ones_and_still_ends(
     drive.run()
 
 
+def test_equal_prompts_are_not_split_and_shorter_ones_still_pass() -> None:
+    drive = Drive(1, num_blocks=600, block_size=16, num_rows=8, budget=64, max_length=512)
+    drive.add(*(request(f"p{i}", 64, 1) for i in range(4)))
+    drive.run()
+    assert [[span.length for span in plan.spans] for plan in drive.plans] == [[64]] * 4
+    drive.add(request("long", 200, 1), request("same", 200, 1), request("short", 10, 1))
+    drive.run()
+    spans = [[(span.request, span.length) for span in plan.spans] for plan in drive.plans[4:]]
+    assert spans[0] == [("short", 10), ("long", 54)] and spans[1:3] == [[("long", 64)]] * 2
+    assert spans[3] == [("long", 18), ("same", 46)]
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_c35_a_prompt_that_is_wholly_cached(depth: int) -> None:
     drive = Drive(depth, num_blocks=64, block_size=16)

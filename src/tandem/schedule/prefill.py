@@ -1,10 +1,12 @@
 """The prefill chunks of a step: how the tokens that decodes leave over are shared. It holds the fairness rule.
 
 1. The *first in line* (most important, then oldest, of those that prefill or wait) is promised half of what the
-   decodes leave, all of it if nobody else can use it. So every prompt gets to the front and then finishes.
-2. The rest goes to the others, the shortest remaining prompt first (under "priority": within the same importance). So
-   a short prompt passes a long one within a few steps, and what nobody takes goes back to the first in line.
-3. If the first in line waits for blocks, shorter ones that fit may overtake it, MAX_OVERTAKES times; then nobody
+   decodes leave. So every prompt gets to the front and then finishes.
+2. The rest goes to those with a shorter prompt left than the first in line has, the shortest first (under "priority":
+   within the same importance). So a short prompt passes a long one within a few steps.
+3. What they leave goes to the first in line, and only then to the others. So equal prompts are not split, which would
+   end all of them later and none sooner, and a whole prompt is attended faster than one in two parts.
+4. If the first in line waits for blocks, shorter ones that fit may overtake it, MAX_OVERTAKES times; then nobody
    joins before it. So it cannot starve either.
 """
 
@@ -30,21 +32,25 @@ def plan_prefills(running: Running, draft: Draft, budget: int) -> None:
     blocked = waiting.first() if draft.held == "blocks" else None
     joiners = _Door(running, draft, blocked)
     others = sorted((p for p in running.prefilling if p is not head and _is_ready(p)), key=_size)
-    promised = 0
+    rest = budget
     if head is not None:
-        lone = not others and not joiners.is_open
-        promised = min(head.remaining, budget if lone else (budget + 1) // 2)
-    rest = budget - promised
-    if rest > 0:
-        for progress in _shortest_first(others, joiners):
-            rest -= _plan_chunk(running, progress, draft, rest)
-            if rest <= 0:
-                break
-    if head is not None:
-        _plan_chunk(running, head, draft, promised + rest)
+        mine = (head.key[0], head.remaining)
+        shorter = [p for p in others if _size(p)[:2] < mine]
+        others = others[len(shorter) :]
+        promised = min(head.remaining, (budget + 1) // 2)
+        rest = promised + _share(running, draft, _shortest_first(shorter, joiners, mine), budget - promised)
+        rest -= _plan_chunk(running, head, draft, rest)
+    _share(running, draft, _shortest_first(others, joiners), rest)
     if len(waiting) and not draft.held:
         draft.held = "tokens" if running.free_rows else "rows"
     running.tidy()
+
+
+def _share(running: Running, draft: Draft, takers: Iterator[Progress], budget: int) -> int:
+    """Give each as much as it can use, in order; returns what is left."""
+    while budget > 0 and (progress := next(takers, None)) is not None:
+        budget -= _plan_chunk(running, progress, draft, budget)
+    return budget
 
 
 def _first_in_line(running: Running, draft: Draft) -> Progress | None:
@@ -69,10 +75,6 @@ class _Door:
         self._shut = False
 
     @property
-    def is_open(self) -> bool:
-        return self.next is not None
-
-    @property
     def next(self) -> Progress | None:
         blocked = self._blocked
         if self._shut or not self._running.free_rows or (blocked and blocked.num_overtakes >= MAX_OVERTAKES):
@@ -89,13 +91,14 @@ class _Door:
         return not self._shut
 
 
-def _shortest_first(others: list[Progress], door: _Door) -> Iterator[Progress]:
+def _shortest_first(others: list[Progress], door: _Door, below: tuple[int, int] | None = None) -> Iterator[Progress]:
+    """Others and those whom the door lets in, by size; below: of these only who is under it (importance, tokens)."""
     for progress in others:
         while (joiner := door.next) is not None and (joiner.key[0], joiner.size) < _size(progress)[:2]:
             if door.admit(joiner):
                 yield joiner
         yield progress
-    while (joiner := door.next) is not None:
+    while (joiner := door.next) is not None and (below is None or (joiner.key[0], joiner.size) < below):
         if door.admit(joiner):
             yield joiner
 
