@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("tandem.cli.run", "ask a model, or chat with it"),
     "serve": ("tandem.cli.serve", "serve a model over HTTP with the OpenAI API"),
     "batch": ("tandem.cli.batch", "answer a file of requests in the OpenAI batch format"),
+    "explain": ("tandem.cli.explain", "show where the time of a request to a server went"),
     "pull": ("tandem.cli.pull", "fetch a model into the cache"),
     "bench": ("tandem.cli.bench", "measure: offline, serve, host, decode, seed"),
     "trace": ("tandem.cli.trace", "record host and device over time: a picture, a trace file and figures"),
