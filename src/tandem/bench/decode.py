@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 from tandem.bench.bandwidth import copy_bandwidth, step_bytes
@@ -9,12 +10,28 @@ from tandem.bench.bed import Bed
 from tandem.bench.drive import Run
 from tandem.bench.report import Cell, percent, table
 from tandem.bench.workload import fixed
+from tandem.observe.timeline import StepRecord
 
-HEADER = ("model", "batch", "prompt → new", "floor ms", "step ms", "of floor", "p99 ms", "tok/s", "device active")
+HEADER = (
+    "model",
+    "batch",
+    "prompt → new",
+    "floor ms",
+    "step ms",
+    "of floor",
+    "p99 ms",
+    "tok/s",
+    "device active",
+    "host µs",
+)
 
 
 class DecodeFigure(NamedTuple):
-    """One cell of the table. step_s: mean time from one decode step to the next; floor_s: see bandwidth.py."""
+    """One cell of the table.
+
+    step_s   mean time from one decode step to the next.     floor_s  see bandwidth.py.
+    host_s   what the host plans, submits and settles for one, median, in seconds by part.
+    """
 
     model: str
     batch: int
@@ -25,6 +42,7 @@ class DecodeFigure(NamedTuple):
     p99_s: float
     tokens_per_s: float
     device_active_share: float
+    host_s: dict[str, float]
 
 
 def default_lengths(batch: int) -> tuple[int, int]:
@@ -70,14 +88,28 @@ def _measure(bed: Bed, batch: int, lengths: tuple[int, int], depth: int, params:
     return DecodeFigure(
         bed.built.source.name, batch, prompt, new, floor_s, sum(times) / len(times) if times else 0.0,
         sorted(times)[int(0.99 * len(times))] if times else 0.0, run.num_new_tokens / run.wall_s,
-        run.timeline.numbers()["device_active_share"],
+        run.timeline.numbers()["device_active_share"], host_parts(full_steps(run, batch)),
     )  # fmt: skip
+
+
+def host_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Median seconds that the host took to plan, submit and settle one of these steps, by part."""
+    parts = {
+        "plan": [r.planned_s - r.plan_began_s for r in steps], "submit": [r.submitted_s - r.planned_s for r in steps],
+        "settle": [r.settled_s - r.host_home_s for r in steps],
+    }  # fmt: skip
+    return {name: median(times) if times else 0.0 for name, times in parts.items()}
+
+
+def full_steps(run: Run, batch: int) -> list[StepRecord]:
+    """The pure decode steps of the whole batch."""
+    assert run.timeline is not None
+    return [r for r in run.timeline.steps if r.num_decodes == r.num_spans == batch]
 
 
 def decode_times(run: Run, batch: int) -> list[float]:
     """Seconds from the end of one full decode step on the device to the end of the next."""
-    assert run.timeline is not None
-    steps = [r for r in run.timeline.steps if r.num_decodes == r.num_spans == batch]
+    steps = full_steps(run, batch)
     return [b.computed_s - a.computed_s for a, b in pairwise(steps) if b.step == a.step + 1]
 
 
@@ -88,5 +120,6 @@ def decode_table(figures: Sequence[DecodeFigure]) -> str:
         rows.append([
             f.model, f.batch, f"{f.prompt} → {f.new}", f.floor_s * 1e3, f.step_s * 1e3,
             None if over is None else f"{over:.2f} ×", f.p99_s * 1e3, f.tokens_per_s, percent(f.device_active_share),
+            f"{sum(f.host_s.values()) * 1e6:.0f}",
         ])  # fmt: skip
     return table(HEADER, rows)
