@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
-import uvicorn
 
 from tandem.engine.engine import AsyncEngine
 from tandem.serve.app import create_app
+from tandem.serve.options import ServeOptions
+from tandem.serve.server import bind, http_server
 from tandem.serve.service import Service
 
 MAKE = "front_drive:make_paced_loop"
@@ -43,15 +44,12 @@ async def serving(
         if settle is not None:
             settle(service)
         app = wrap(create_app(service, keys=keys, routes=routes), service)
-        server = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off", ws="none")
-        )
-        with contextlib.suppress(AttributeError):
-            server.install_signal_handlers = lambda: None
+        listener = bind(ServeOptions(port=0))
+        server = http_server(service, app, ServeOptions(), listener)
         task = asyncio.ensure_future(server.serve())
         while not server.started:
             await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        port = listener.getsockname()[1]
         try:
             yield service, f"http://127.0.0.1:{port}"
         finally:

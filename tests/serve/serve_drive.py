@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from tandem.engine.engine import AsyncEngine
 from tandem.serve.app import create_app
 from tandem.serve.options import ServeOptions
+from tandem.serve.server import bind, http_server
 from tandem.serve.service import Service
 
 MAKE = "serve_drive:make_null"
@@ -207,16 +207,14 @@ def serving(
             service = Service(
                 running, names, options.limits, options.queue, options.keep_alive, options.stall_timeout
             )  # fmt: skip
+            service.bodies = options.bodies
             app = create_app(service, keys=keys, origins=options.cors_origin)
-            server = uvicorn.Server(
-                uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off", ws="none",
-                               timeout_graceful_shutdown=1)
-            )  # fmt: skip
-            server.capture_signals = contextmanager(lambda: iter([None]))  # type: ignore[method-assign]
+            listener = bind(dataclasses.replace(options, port=0))
+            server = http_server(service, app, options, listener)
             task = loop.create_task(server.serve())
             while not server.started:
                 await asyncio.sleep(0.005)
-            port = server.servers[0].sockets[0].getsockname()[1]
+            port = listener.getsockname()[1]
             started["served"] = (f"http://127.0.0.1:{port}", service)
             ready.set()
             await stop.wait()

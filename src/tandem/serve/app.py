@@ -15,7 +15,7 @@ from tandem.errors import TandemError
 from tandem.serve import describe, export, generate, live, operate, responses
 from tandem.serve.bodies import BodyClaims
 from tandem.serve.failure import HttpError, response_of
-from tandem.serve.guard import KeyGuard
+from tandem.serve.guard import HostGuard, KeyGuard
 from tandem.serve.measure import Doorkeeper
 from tandem.serve.service import Service
 
@@ -44,9 +44,14 @@ ROUTES: tuple[BaseRoute, ...] = (
 
 
 def create_app(
-    service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
-) -> Starlette:
-    """The application. keys: API keys, none means open; origins: who may call from a browser, none by default."""
+    service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), hosts: Sequence[str] | None = None,
+    routes: Sequence[BaseRoute] = (),
+) -> Starlette:  # fmt: skip
+    """The application.
+
+    keys      API keys, none means open.        origins  who may call from a browser, none by default.
+    hosts     names that the Host header may have beside localhost; None: it is not looked at.
+    """
     middleware = []
     if origins:
         middleware.append(
@@ -54,6 +59,8 @@ def create_app(
         )
     if keys:
         middleware.append(Middleware(KeyGuard, keys=keys))
+    if hosts is not None:
+        middleware.insert(0, Middleware(HostGuard, hosts=hosts))
     middleware.append(Middleware(BodyClaims, bodies=service.bodies))
     middleware.insert(0, Middleware(Doorkeeper, meter=service.meter))
     app = Starlette(

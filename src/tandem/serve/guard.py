@@ -1,7 +1,8 @@
-"""API keys in front of every route but /health and the page's files. It knows headers, not what routes mean."""
+"""API keys and host names in front of the routes. It knows headers, not what routes mean."""
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Collection
 from pathlib import Path
 
@@ -21,14 +22,19 @@ def read_keys(keys: Collection[str], file: str | None) -> tuple[str, ...]:
     found = [key.strip() for key in keys if key.strip()]
     if file is not None:
         try:
-            lines = Path(file).read_text().splitlines()
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
         except OSError as error:
             raise SettingError(f"the API key file {file} cannot be read: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise SettingError(f"the API key file {file} is no text in UTF-8.") from None
         found += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not found:
             raise SettingError(
                 f"the API key file {file} holds no key.", hint="write one key a line, or leave the option out."
             )
+    for number, key in enumerate(found, 1):
+        if not key.isprintable():
+            raise SettingError(f"API key number {number} holds control characters, which no client can send.")
     return tuple(found)
 
 
@@ -45,7 +51,7 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
         self.app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS":
@@ -63,5 +69,44 @@ class KeyGuard:
         await self.app(scope, receive, send)
 
     def knows(self, key: str) -> bool:
-        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        """key: as a header gives it, each byte a character. Those of other letters than English are sent as UTF-8."""
+        digest = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         return any([hmac.compare_digest(digest, known) for known in self._digests])
+
+
+def is_local_name(name: str) -> bool:
+    """Whether a name or address can only mean this machine."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def host_of(value: str) -> str:
+    """The name in a Host header, without port and brackets (RFC 9110, 7.2)."""
+    value = value.strip().lower()
+    name = value[1:].partition("]")[0] if value.startswith("[") else value.partition(":")[0]
+    return name.removesuffix(".")
+
+
+class HostGuard:
+    """Lets a request through only if it is meant for this server: its Host is local, or one of ``hosts``.
+
+    A page from elsewhere whose name has been made to resolve to 127.0.0.1 (DNS rebinding) counts as "same origin" to
+    the browser; it is the Host header that gives it away. A request without one is no browser's.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self.app, self._hosts = app, {host_of(host) for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = [host_of(value.decode("latin-1")) for name, value in scope.get("headers", ()) if name == b"host"]
+        wrong = [name for name in names if name not in self._hosts and not is_local_name(name)]
+        if not wrong:
+            await self.app(scope, receive, send)
+            return
+        error = HttpError(
+            f"this server is not {wrong[0]:.200}.", code="misdirected_request",
+            hint="call it by localhost, or start it with --allowed-host NAME.",
+        )  # fmt: skip
+        await response_of(error)(scope, receive, send)

@@ -9,12 +9,11 @@ the engine dies, or its step is overdue (stall_timeout)
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -24,7 +23,10 @@ from tandem.config import Settings
 from tandem.engine.engine import AsyncEngine
 from tandem.errors import EngineDeadError, SettingError
 from tandem.serve.app import create_app
+from tandem.serve.connection import Border
+from tandem.serve.door import HttpServer, connection_limit
 from tandem.serve.failure import HttpError
+from tandem.serve.guard import is_local_name
 from tandem.serve.options import ServeOptions
 from tandem.serve.service import Service
 from tandem.serve.trace import tracing
@@ -33,15 +35,8 @@ log = logging.getLogger("tandem.serve")
 
 Say = Callable[[str], None]
 WATCH_S = 0.05
-LAST_WORDS_S = 2.0
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: draining comes first here."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+LAST_WORDS_S = 0.5
+KEEP_ALIVE_S = 75
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -88,7 +83,7 @@ async def serve(
         )  # fmt: skip
         service.bodies = options.bodies
         service.vllm_metric_names = options.vllm_metric_names
-        app = create_app(service, keys=keys, origins=options.cors_origin, routes=routes)
+        app = create_app(service, keys=keys, origins=options.cors_origin, hosts=_hosts(options, keys), routes=routes)
         with tracing(options.otlp_endpoint, app, service) as traced:
             return await _run(
                 service, traced, options, listener, signals, lambda port: _banner(service, options, keys, port, say)
@@ -121,16 +116,15 @@ def _banner(service: Service, options: ServeOptions, keys: Sequence[str], port: 
         say(line)
     say(f"models                   {', '.join(service.names)}")
     say(f"API keys                 {len(keys) or 'none: every client is served'}")
-    if not keys and not _is_loopback(options.host):
+    if not keys and not is_local_name(options.host):
         say(f"warning: {options.host} may be reached from elsewhere, and no API key is set (--api-key-file).")
     say(f"ready on {scheme}://{host}:{port}")
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _hosts(options: ServeOptions, keys: Sequence[str]) -> tuple[str, ...] | None:
+    """Names that a request's Host may have beside localhost; None: any. See guard.HostGuard."""
+    is_private = is_local_name(options.host) and not keys
+    return options.allowed_host if is_private or options.allowed_host else None
 
 
 async def _start(settings: Settings, signals: "asyncio.Queue[int]", options: dict[str, Any]) -> AsyncEngine | None:
@@ -151,12 +145,8 @@ async def _run(
     service: Service, app: Any, options: ServeOptions, listener: socket.socket, signals: "asyncio.Queue[int]",
     on_ready: Callable[[int], None],
 ) -> int:  # fmt: skip
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=75, ws="none",
-        ssl_certfile=options.tls_certificate, ssl_keyfile=options.tls_key, timeout_graceful_shutdown=2, backlog=2048,
-    )  # fmt: skip
-    server = _Server(config)
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    server = http_server(service, app, options, listener)
+    serving = asyncio.ensure_future(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
         if serving.done():
@@ -181,6 +171,20 @@ async def _run(
     server.should_exit = True
     await serving
     return code
+
+
+def http_server(service: Service, app: Any, options: ServeOptions, listener: socket.socket) -> HttpServer:
+    """The server of an application on a bound socket."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
+        ws="none", ssl_certfile=options.tls_certificate, ssl_keyfile=options.tls_key,
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    limit = connection_limit(options.max_connections)
+    if limit < (options.max_connections or 0):
+        log.warning("the limit on descriptors allows %d connections, not %d", limit, options.max_connections)
+    service.border = Border(header_s=options.header_timeout, max_connections=limit)
+    return HttpServer(config, service.border, listener)
 
 
 async def _until_dead(service: Service) -> None:

@@ -15,6 +15,7 @@ from tandem.engine.streams import AsyncStream
 from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.serve.accept import Limits
 from tandem.serve.bodies import Bodies
+from tandem.serve.connection import Border
 from tandem.serve.events import ClientGoneError
 from tandem.serve.explain import Journeys
 from tandem.serve.failure import HttpError, status_of
@@ -61,6 +62,7 @@ class Service:
     bodies: Bodies = field(default_factory=Bodies)
     taps: list[Tap] = field(default_factory=list)
     readings: Any = None
+    border: Border | None = None
     vllm_metric_names: bool = False
 
     def check_model(self, name: object) -> str:
@@ -159,4 +161,5 @@ class Service:
             "draining": self.draining,
             "ended": dict(self.ended),
             "bodies": self.bodies.statistics(),
+            "connections": self.border.statistics() if self.border else {},
         }

@@ -1,0 +1,319 @@
+"""One client's connection: uvicorn's HTTP/1.1 over httptools, with limits on time and size, and an orderly end.
+
+It knows bytes and heads, not routes. What uvicorn leaves open is closed here:
+
+waiting   a head must be complete within header_s and header_bytes; a full house sends away who waits longest.
+leaving   an answer that comes before its request is complete ends the connection, and what the client still sends is
+          read and dropped for LINGER_S: closing at once would reset the connection and take the answer with it.
+half      a client that shuts down its sending side behind a request is answered, if its answer has not begun. That
+          looks like one that has gone, so interim answers (100, RFC 9110, 15.2) are sent until a write fails.
+stuck     a client that takes nothing of its answer for send_s is cut off.
+"""
+
+import asyncio
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from tandem.serve.failure import HttpError, body_of, status_of
+
+LINGER_S = 1.0
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+FIRST_PROBE_S, LAST_PROBE_S = 0.002, 5.0
+OLD_CLIENT_S = 0.1
+EVICT_S = 1.0
+REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
+           503: b"Service Unavailable"}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Border:
+    """What all connections share. open: all of them; waiting: those that have no request, the longest first."""
+
+    header_s: float = 10.0
+    send_s: float = 60.0
+    header_bytes: int = 64 << 10
+    max_connections: int = 1024
+    open: "set[Connection]" = field(default_factory=set)
+    waiting: "dict[Connection, float]" = field(default_factory=dict)
+    num_accepted: int = 0
+    num_refused: int = 0
+    num_evicted: int = 0
+    num_late: int = 0
+    num_stuck: int = 0
+    num_malformed: int = 0
+
+    def has_room(self) -> bool:
+        """Whether one more may come; if need be, who has waited longest, and EVICT_S at least, goes for it."""
+        if len(self.open) < self.max_connections:
+            return True
+        for connection, since_s in self.waiting.items():
+            if time.monotonic() - since_s < EVICT_S:
+                break
+            self.num_evicted += 1
+            connection.evict()
+            return True
+        self.num_refused += 1
+        return False
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "open": len(self.open), "waiting": len(self.waiting), "limit": self.max_connections,
+            "accepted": self.num_accepted, "refused": self.num_refused, "evicted": self.num_evicted,
+            "late": self.num_late, "stuck": self.num_stuck, "malformed": self.num_malformed,
+        }  # fmt: skip
+
+
+def message_of(error: HttpError) -> bytes:
+    """A complete answer, behind which the connection ends."""
+    status, body = status_of(error), msgspec.json.encode(body_of(error))
+    head = [b"HTTP/1.1 %d %b" % (status, REASONS[status]), b"content-type: application/json",
+            b"content-length: %d" % len(body), b"connection: close"]  # fmt: skip
+    head += [f"{name.lower()}: {value}".encode() for name, value in error.headers.items()]
+    return b"\r\n".join([*head, b"", body])
+
+
+class _Leaving:
+    """A transport whose ``close`` is the connection's to do."""
+
+    def __init__(self, transport: Any, connection: "Connection") -> None:
+        self._transport, self.close, self.write = transport, connection.leave, transport.write
+        self._connection = connection
+
+    def is_closing(self) -> bool:
+        return self._connection.has_left or bool(self._transport.is_closing())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class Connection(HttpToolsProtocol):
+    """An asyncio.Protocol. own_socket: to end a TLS handshake by."""
+
+    def __init__(self, border: Border, own_socket: socket.socket, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self.border, self._socket = border, own_socket
+        self.has_left = False
+        self._raw: Any = None
+        self._serving: RequestResponseCycle | None = None
+        self._in_head = self._is_deaf = self._is_half = self._may_keep = False
+        self._num_begun = self._head_bytes = self._trailer_bytes = 0
+        self._refusal: HttpError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        border.open.add(self)
+        border.waiting[self] = time.monotonic()
+        border.num_accepted += 1
+
+    # ------------------------------------------------------------------ the transport's calls
+
+    def connection_made(self, transport: Any) -> None:
+        self._raw = transport
+        super().connection_made(_Leaving(transport, self))  # type: ignore[arg-type]
+        self._arm(self.border.header_s, self._head_is_late)
+
+    def data_received(self, data: bytes) -> None:
+        if self.has_left or self._is_deaf:
+            return
+        was_in_head, num_begun = self._in_head, self._num_begun
+        between = self.cycle is None or not self.cycle.more_body
+        super().data_received(data)
+        if self.has_left:
+            return
+        if self._in_head and (was_in_head or (between and self._num_begun == num_begun + 1)):
+            self._head_bytes += len(data)
+            if self._head_bytes > self.border.header_bytes:
+                self._refuse(self._too_large())
+                return
+        if self._serving is None and self._timer is None:  # bytes that begin nothing count as a head, too
+            self._arm(self.border.header_s, self._head_is_late)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. True: the connection stays open for the answer."""
+        cycle = self._serving
+        if self.has_left or cycle is None or self.scheme == "https":
+            return False
+        if self._in_head or self.cycle.more_body or cycle.response_started:
+            return False
+        self._is_half = True
+        self.cycle.keep_alive = False
+        self._probe(FIRST_PROBE_S)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.forget()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        for cycle in (self._serving, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_progress(0)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.has_left and self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    # ------------------------------------------------------------------ the parser's calls
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._num_begun += 1
+        self._head_bytes = self._trailer_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value)  # behind a chunked body; nobody reads them
+        if self._trailer_bytes > self.border.header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.border.header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal
+        super().on_headers_complete()
+        self._may_keep = self.cycle.keep_alive and not self.parser.should_upgrade()
+        self.cycle.keep_alive = False  # an answer in front of the body's end ends the connection
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._may_keep
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Another protocol was offered (h2c, websocket): the request is answered in this one, and is the last."""
+        self._is_deaf = True
+
+    def send_400_response(self, msg: str) -> None:
+        self.border.num_malformed += self._refusal is None
+        self._refuse(self._refusal or HttpError("this is no HTTP/1.1 request.", code="invalid_http"))
+
+    # ------------------------------------------------------------------ requests
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._serving = cycle
+        self.border.waiting.pop(self, None)
+        self._disarm()
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._serving = None
+        super().on_response_complete()
+        if self._serving is None and not self.has_left:
+            self.border.waiting[self] = time.monotonic()
+            if self._in_head:
+                self._arm(self.border.header_s, self._head_is_late)
+
+    def shutdown(self) -> None:
+        self._may_keep = False
+        if self._serving is None:
+            self._raw.close()
+            return
+        self._serving.keep_alive = False
+
+    # ------------------------------------------------------------------ ends
+
+    def leave(self) -> None:
+        """Close, behind what has been written. A client in the middle of its request may finish reading first."""
+        if self.has_left:
+            return
+        is_unread = self._in_head or self._refusal is not None or (self.cycle is not None and self.cycle.more_body)
+        self.has_left = True
+        self._disarm()
+        self.border.waiting.pop(self, None)
+        if not is_unread or self._raw.is_closing():
+            self._raw.close()
+        else:
+            self.flow.resume_reading()
+            if self._raw.can_write_eof():
+                self._raw.write_eof()
+            self._arm(LINGER_S, self._raw.close)
+        self._expect_progress(0)
+
+    def evict(self) -> None:
+        """Make room."""
+        self.border.waiting.pop(self, None)
+        if self._raw is None:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        else:
+            self.has_left = True
+            self._raw.close()
+
+    def forget(self) -> None:
+        """It is gone."""
+        self.has_left = True
+        self.border.open.discard(self)
+        self.border.waiting.pop(self, None)
+        self._disarm()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer bytes that are no request. An answer that has begun, or that another request waits for, is cut off."""
+        self._refusal = error
+        cycle = self._serving
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or (cycle is self.cycle and not cycle.response_started):
+            self._raw.write(message_of(error))
+        self.leave()
+
+    def _too_large(self) -> HttpError:
+        self.border.num_malformed += 1
+        return HttpError(f"the header is over {self.border.header_bytes} bytes.", code="headers_too_large")
+
+    def _head_is_late(self) -> None:
+        self.border.num_late += 1
+        if self._in_head:
+            what = f"the request's header did not come within {self.border.header_s:g} s."
+            self._refuse(HttpError(what, code="request_timeout"))
+        else:
+            self._raw.close()
+
+    def _probe(self, wait_s: float) -> None:
+        """Whether somebody still listens. An HTTP/1.0 client knows no interim answers and gets a moment only."""
+        cycle = self._serving
+        if cycle is None or cycle.response_started or self.has_left:
+            return
+        if cycle.scope["http_version"] == "1.1":
+            self._raw.write(PROBE)
+        elif wait_s > OLD_CLIENT_S:
+            self._raw.close()
+            return
+        self._arm(wait_s, self._probe, min(2 * wait_s, LAST_PROBE_S))
+
+    def _expect_progress(self, last_bytes: int) -> None:
+        """Cut the client off if none of the bytes that wait for it go out in send_s."""
+        waiting_bytes = self._raw.get_write_buffer_size()
+        if last_bytes and waiting_bytes >= last_bytes:
+            self.border.num_stuck += 1
+            self._raw.abort()
+            return
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+        self._send_timer = self.loop.call_later(self.border.send_s, self._expect_progress, max(1, waiting_bytes))
+
+    def _arm(self, wait_s: float, then: Any, *arguments: Any) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(wait_s, then, *arguments)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
