@@ -4,7 +4,8 @@ TandemError
 ├── SettingError          a setting is unknown, ill-typed or out of range
 ├── RequestError          one request asks for what cannot be honoured (an HTTP 4xx)
 │   ├── ContextLengthError    it is longer than the model's context
-│   └── CapacityError         it can never fit into this engine's KV pool
+│   ├── CapacityError         it can never fit into this engine's KV pool
+│   └── GrammarError          its grammar could not be followed to the end
 ├── ModelError            a model's configuration is not supported
 ├── WeightsError          a weights file is missing, broken or does not fit the model
 ├── DownloadError         a model could not be fetched
@@ -58,6 +59,12 @@ class CapacityError(RequestError):
     """The request could never run here, however long it waited: it is larger than the whole KV pool."""
 
     code = "kv_capacity_exceeded"
+
+
+class GrammarError(RequestError):
+    """The answer had begun when its grammar reached a limit, or a place that no token goes on from."""
+
+    code = "grammar_failed"
 
 
 class ModelError(TandemError):

@@ -1,18 +1,20 @@
 """Grammars: masks that keep an answer inside, refusals that come before anything is scheduled."""
 
 import json
+import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.errors import RequestError
+from tandem.errors import GrammarError, RequestError
 from tandem.plan import Arrival
 from tandem.request import Constraint, SamplingParams
-from tandem.sampling import grammar
+from tandem.sampling import grammar, grammar_process
 from tandem.sampling.grammar import GrammarLimits, GrammarMask, compile_constraint
 from tandem.sampling.rows import SamplerRows
 from tandem.sampling.sample import sample
@@ -144,13 +146,23 @@ def test_c26_bad_grammars_are_refused(kind, text):
 
 
 def test_c26_compile_time_is_bounded(monkeypatch):
-    done = threading.Event()
-    monkeypatch.setattr(grammar, "_first_mask", lambda *words: done.wait(60))
+    """What hangs in compiling is ended, and whoever compiles beside it or behind it is none the wiser."""
+    hang = "from tandem.sampling.grammar_follow import Follower; import time; do = Follower.compile; "
+    hang += "Follower.compile = lambda *what: time.sleep(60) if what[3] == 'hang' else do(*what); "
+    monkeypatch.setattr(grammar_process, "BOOTSTRAP", hang + grammar_process.BOOTSTRAP)
+    grammar.close()
     try:
-        with pytest.raises(RequestError, match=r"longer than 0\.05 s"):
-            compiled("json_schema", SCHEMA, compile_s=0.05)
+        with ThreadPoolExecutor(2) as threads:
+            hanging = threads.submit(compiled, "regex", "hang", compile_s=0.5)
+            time.sleep(0.2)
+            first = grammar._processes["try"]
+            assert accepts(compiled("regex", "beside"), "beside")
+            with pytest.raises(RequestError, match=r"longer than 0\.5 s"):
+                hanging.result(10)
+        assert first.is_lost and not Path(f"/proc/{first.pid}").exists()
+        assert accepts(compiled("regex", "behind"), "behind")
     finally:
-        done.set()
+        grammar.close()
 
 
 def test_c26_recursive_schemas_are_fine():
@@ -166,7 +178,7 @@ def test_without_the_library_requests_are_refused(monkeypatch):
 def test_a_token_outside_the_grammar_fails_the_request():
     mask = compiled("regex", "ab")
     mask.accept(TOKENIZER.encode("b").ids)
-    with pytest.raises(RequestError, match="left its grammar"):
+    with pytest.raises(RequestError, match="answer left it"):
         wait(mask)
 
 
@@ -176,3 +188,70 @@ def test_accept_before_the_mask_is_ready_keeps_the_order():
     for _ in range(50):
         mask.accept(token)
     assert allowed_ids(mask) == set(TOKENIZER.encode("b").ids)
+
+
+def test_c26_compiling_that_takes_too_much_memory_is_refused_and_its_neighbour_is_not():
+    grammar.close()
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            greedy = threads.submit(compiled, "regex", r"(\p{L}|\p{Han})*" * 4000, compile_bytes=400 << 20)
+            time.sleep(0.3)
+            assert accepts(compiled("regex", "beside", compile_bytes=400 << 20), "beside")
+            with pytest.raises(RequestError, match="more memory than 400 MiB"):
+                greedy.result(30)
+        assert accepts(compiled("regex", "behind it"), "behind it")
+    finally:
+        grammar.close()
+
+
+def test_a_lost_process_ends_its_requests_and_the_next_one_starts_another():
+    mask = compiled("regex", "[0-9]+")
+    grammar._processes["follow"].kill()
+    mask.accept(TOKENIZER.encode("7").ids)
+    with pytest.raises(RequestError, match="lost") as caught:
+        mask.allowed()
+    assert caught.value.code == "internal_error"
+    assert accepts(compiled("regex", "[0-9]+"), "77")
+
+
+def test_masks_have_a_budget_of_processor_time():
+    """Each limit is named; whoever stays inside goes on."""
+    with pytest.raises(GrammarError, match=r"a mask took .* the limit is 1e-06 s of processor time"):
+        accepts(compiled("regex", "[0-9]+", step_s=1e-6), "1234")
+    with pytest.raises(GrammarError, match=r"tokens; the limit is 1e-06 s and 0.001 ms a token"):
+        accepts(compiled("regex", "[0-9]+", burst_s=1e-6, mean_s=1e-6), "1234")
+    assert accepts(compiled("regex", "[0-9]+", burst_s=1e-6), "1234" * 50)
+
+
+def test_a_grammar_that_is_done_with_is_forgotten():
+    mask = compiled("regex", "[0-9]+")
+    process, number = grammar._processes["follow"], mask._number
+    assert number in process._places
+    del mask
+    assert number not in process._places
+
+
+def test_nothing_outlives_its_parent():
+    """The processes end with whoever started them, even if he is killed."""
+    code = f"""
+import os, signal
+from tandem.request import Constraint
+from tandem.sampling import grammar
+grammar.compile_constraint(Constraint("regex", "a+"), {TOKENIZER_JSON!r}, {NUM_LOGITS}, [{EOS}])
+print(*(process.pid for process in grammar._processes.values()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = done.stdout.split()
+    assert len(pids) == 2
+    deadline_s = time.perf_counter() + 5
+    while any(is_alive(pid) for pid in pids):
+        assert time.perf_counter() < deadline_s, "an orphan"
+        time.sleep(0.01)
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -51,6 +51,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     error: str | None = None
+    code: str | None = None
     cached: int | None = None
     logprobs: list = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)
@@ -143,7 +144,7 @@ class Drive:
         answer.tokens += change.tokens
         answer.logprobs += change.logprobs or ()
         answer.prompt_logprobs += change.prompt_logprobs or ()
-        answer.finish, answer.error = change.finish, change.error
+        answer.finish, answer.error, answer.code = change.finish, change.error, change.code
         if change.finish is not None:
             answer.last_step = self.steps
 

@@ -3,7 +3,7 @@
 import pytest
 from null_drive import NUM_LOGITS, CountingMask, Drive, alone, request
 
-from tandem.errors import RequestError, SettingError
+from tandem.errors import GrammarError, RequestError, SettingError
 from tandem.plan import Span
 from tandem.runner.null import Faults
 from tandem.schedule import Scheduler
@@ -101,10 +101,12 @@ def test_a_grammar_waits_for_its_last_token_and_delays_nobody(depth: int) -> Non
 
 
 def test_a_grammar_that_breaks_ends_its_own_request() -> None:
+    """A limit is told with its code; a fault of ours is logged, and its class is nobody's business."""
+
     class Broken(CountingMask):
         def allowed(self) -> bytes | None:
             if len(self.accepted) == 3:
-                raise ValueError("no such rule")
+                raise GrammarError("no such rule.", hint="another one.")
             return super().allowed()
 
     class Deaf(CountingMask):
@@ -117,7 +119,8 @@ def test_a_grammar_that_breaks_ends_its_own_request() -> None:
     drive.add(well := request("c", 5, 10))
     answers = drive.run()
     assert answers["a"].finish == answers["b"].finish == "error"
-    assert "no such rule" in answers["a"].error and "unheard" in answers["b"].error
+    assert answers["a"].error == "no such rule.\nhint: another one." and answers["a"].code == "grammar_failed"
+    assert answers["b"].error == "its grammar failed." and answers["b"].code is None
     assert len(answers["a"].tokens) == 3 and answers["c"].tokens == alone(well).tokens
 
 

@@ -88,10 +88,12 @@ def make_null(options: dict, mailbox: Any, on_phase: Callable[[str], None] = lam
         compile_mask = loop._admission._compile_mask
         loop._admission._compile_mask = lambda request: (time.sleep(own["compile_s"]), compile_mask(request))[1]
     if own["mask_s"]:
-        from tandem.sampling import grammar
+        from tandem.sampling import grammar_process
 
-        mask_of = grammar._mask_of
-        grammar._mask_of = lambda *what: (time.sleep(own["mask_s"]), mask_of(*what))[1]
+        grammar_process.BOOTSTRAP = (
+            "import time; from tandem.sampling.grammar_follow import Follower; step = Follower.step; "
+            f"Follower.step = lambda *what: (time.sleep({own['mask_s']}), step(*what))[1]; {grammar_process.BOOTSTRAP}"
+        )
     fail, arm = own["fail_at_prompt"], own["arm_at_prompt"]
 
     def failing(arrival) -> str | None:

@@ -130,6 +130,139 @@ def test_c26_grammars_and_masks_that_take_long_delay_nobody() -> None:
         served.at_rest(5)
 
 
+SAYS = "ab" * 450
+"""What the made-up model says, where its answer must not come to an end by chance."""
+BURNING = 'start: s\ns: s s | s s s | s s s s | "a" | "b" | ""'
+
+
+def pattern(text: str) -> dict:
+    return {"response_format": {"type": "regex", "regex": text}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        (pattern("((a{1,1000}){1,1000}){1,1000}"), "response_format", "too complex"),
+        ({"guided_regex": "a{1000000}"}, "guided_regex", "too complex"),
+        ({"guided_grammar": 'start: "a" start'}, "guided_grammar", "Too many items"),
+        ({"guided_grammar": 'start: start "a"'}, "guided_grammar", "nothing can fulfil it"),
+        (schema({"enum": []}), "response_format", "nsatisfiable"),
+        (schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+         "response_format", "nothing can fulfil it"),
+        (schema({"type": "string", "format": "nonsense"}), "response_format", "nonsense"),
+        (schema({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}), "response_format", "unique"),
+    ],
+)  # fmt: skip
+def test_c26_grammars_that_explode_are_400_before_anything_runs(null: Served, fields, param, words) -> None:
+    for stream in (False, True):
+        error = null.refused(CHAT, {"messages": HI, "stream": stream, "max_tokens": 99, **fields}, param=param)
+        assert words in error["message"] and "Error" not in error["message"] and "<" not in error["message"], error
+
+
+def test_c26_a_burning_grammar_ends_alone_and_is_told_of_its_limit() -> None:
+    """Ambiguous rules: each mask takes longer than the one before. The stream beside them keeps its pace."""
+    with serving(step_s=0.01, max_model_len=1024, in_process=False, script=SAYS) as served:
+        body = {"prompt": "go", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        bound = {"messages": HI, "max_tokens": 900, "guided_grammar": BURNING}
+        served.chat(guided_regex="[a-c]{1,900}", max_tokens=9)  # the processes have started
+        answers: list = []
+
+        def burn(seed: int) -> None:
+            answers.append(served.post(CHAT, {**bound, "seed": seed}))
+
+        threads = [threading.Thread(target=burn, args=(seed,)) for seed in range(2)]
+        with served.http.stream("POST", COMPLETIONS, json=body) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            for thread in threads:
+                thread.start()
+            times = [time.monotonic() for _ in pieces]
+        gaps = sorted(b - a for a, b in pairwise(times))
+        assert gaps[-4] < 0.06, gaps[-8:]
+        for thread in threads:
+            thread.join()
+        for one in answers:
+            error = one.json()["error"]
+            assert one.status_code == 400 and error["param"] == "guided_grammar" and error["code"] == "grammar_failed"
+            assert "10 ms a token" in error["message"] and "simpler" in error["message"], error
+        served.at_rest(5)
+
+
+def test_a_stream_whose_grammar_fails_ends_with_an_error_event() -> None:
+    with serving(max_model_len=1024, script=SAYS) as served:
+        body = {"messages": HI, "guided_grammar": BURNING, "max_tokens": 900}
+        events = served.events(CHAT, body)
+        error = events[-1]["error"] if events[-1] != "[DONE]" else events[-2]["error"]
+        assert error["param"] == "guided_grammar" and "limit is 0.5 s" in error["message"], error
+        assert len(events) > 5 and not any(
+            c["finish_reason"] for e in events for c in getattr(e, "get", dict)("choices", [])
+        )
+        served.canary()
+
+
+def test_bound_requests_take_turns() -> None:
+    """More burning grammars than there are workers: a cheap one beside them gets its masks."""
+    with serving(step_s=0.005, max_model_len=1024, in_process=False, script=SAYS) as served:
+        served.chat(guided_regex="[a-c]{1,900}", max_tokens=9)
+        bodies = [{"messages": HI, "guided_grammar": BURNING, "max_tokens": 900, "seed": seed}
+                  for seed in range(3)]  # fmt: skip
+        threads = [threading.Thread(target=served.post, args=(CHAT, body)) for body in bodies]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        began_s = time.monotonic()
+        answer = served.chat(guided_regex="[ab]{100}", max_tokens=100)["choices"][0]
+        took_s = time.monotonic() - began_s
+        assert any(thread.is_alive() for thread in threads), "nothing burnt any more"
+        assert answer["message"]["content"] == SAYS[:100]
+        assert took_s < 6, took_s
+        for thread in threads:
+            thread.join(60)
+        served.at_rest(5)
+
+
+def test_it_stops_where_the_grammar_ends_and_is_cut_where_max_tokens_says(null: Served) -> None:
+    def choice(**fields) -> tuple[str, str]:
+        answer = null.chat(**{"max_tokens": 60, "temperature": 0, **fields})["choices"][0]
+        return answer["message"]["content"], answer["finish_reason"]
+
+    assert choice(guided_choice=["yes"]) == ("yes", "stop")
+    assert choice(guided_choice=["yes"], ignore_eos=True) == ("yes", "stop")
+    assert choice(guided_choice=["yes"], min_tokens=20) == ("yes", "stop")
+    assert choice(guided_choice=[""]) == ("", "stop")
+    assert choice(guided_regex="") == ("", "stop")
+    assert choice(guided_regex="a{50}", max_tokens=9) == ("a" * 9, "length")
+    assert choice(guided_choice=['<|im_end|> "q" \\ .*\n\x00é😀']) == ('<|im_end|> "q" \\ .*\n\x00é😀', "stop")
+    unending = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
+    text, why = choice(**schema(unending))
+    assert why == "length" and text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        schema({"enum": list(range(10_000))}),
+        schema({"enum": [{"a": i} for i in range(3000)]}),
+        {"guided_choice": [f"option number {i}" for i in range(1000)]},
+        schema({"type": "integer", "multipleOf": 7919, "minimum": -(10**15), "maximum": 10**15}),
+        schema({"type": "string", "maxLength": 1_000_000}), schema({"type": "string", "minLength": 1_000_000}),
+        schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}),
+        schema({"type": "object", "patternProperties": {"^a[0-9]+$": {"type": "integer"}},
+                "additionalProperties": False}),
+        schema({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1000)}}),
+        schema({"type": "object", "properties": {"e": {"type": "string", "format": "email"},
+                                                 "i": {"type": "string", "format": "ipv6"}}}),
+        {"guided_regex": r"[\p{L}]{1,500}"}, {"guided_regex": r"(\p{L}|\p{N}){1,50}[^\p{Lu}]{3,30}"},
+    ],
+    ids=lambda fields: json.dumps(fields)[-60:],
+)  # fmt: skip
+def test_large_grammars_are_followed(null: Served, fields: dict) -> None:
+    answer = null.chat(max_tokens=100, temperature=1, seed=3, **fields)["choices"][0]
+    assert answer["finish_reason"] in ("stop", "length")
+    if answer["finish_reason"] == "stop" and "response_format" in fields:
+        json.loads(answer["message"]["content"])
+
+
 def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -19,7 +19,7 @@ from tandem.engine.chat import ChatTemplate, require_template
 from tandem.engine.contract import Abort, Add, Card, Mail, Update
 from tandem.engine.output import OutputStream
 from tandem.engine.text import Text
-from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
+from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, GrammarError, RequestError, TandemError
 from tandem.request import Change, Request, SamplingParams
 from tandem.values import INTEGER_LIMIT, is_integer, show
 
@@ -294,7 +294,7 @@ def error_of(change: Change) -> TandemError:
     what, _, hint = (change.error or "the request failed.").partition("\nhint: ")
     if change.code == "engine_dead":
         return EngineDeadError(what, hint=hint or None)
-    for kind in (ContextLengthError, CapacityError):
+    for kind in (ContextLengthError, CapacityError, GrammarError):
         if change.code == kind.code:
             return kind(what, hint=hint or None)
     return RequestError(what, code=change.code or "internal_error", hint=hint or None)

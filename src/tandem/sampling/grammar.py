@@ -1,39 +1,31 @@
 """Grammars as bitmasks of allowed ids, by way of llguidance. It knows no logits and needs no torch.
 
     Constraint ─compile─► GrammarMask:  allowed() → mask     accept(tokens)
-                                          ▲                     │
-                                          └── pool of threads ◄─┘   a mask takes 0.01 to 2 ms; the loop never waits
+                                          ▲                     │            each returns at once; a mask takes
+                                          └── another process ◄─┘            0.01 to 2 ms, and the loop never waits
 
-What llguidance cannot enforce it refuses, and so does this: a request is answered by its grammar or not at all.
+A grammar is first tried in one process, in which it may explode, and then followed in another, which never saw those
+that did. Both may be killed without harm to the engine. Reasons: grammar_worker.py. Limits: grammar_limits.py.
 """
 
-import json
+import atexit
+import importlib.util
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from tandem.errors import RequestError
+from tandem.errors import GrammarError, RequestError
 from tandem.request import Constraint
+from tandem.sampling.grammar_limits import GrammarLimits
+from tandem.sampling.grammar_process import GrammarProcess, LostError, Tokenizer
+from tandem.sampling.grammar_text import HINT, SIMPLER
 
-_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
-_NUM_THREADS = 4
+__all__ = ["GrammarLimits", "GrammarMask", "compile_constraint"]
 
-
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
-    """What one grammar may cost.
-
-    max_text_bytes  length of the schema, pattern, list or grammar.     max_choices   entries of a choice.
-    max_depth       nesting of a JSON schema.                           compile_s     seconds of compiling.
-    """
-
-    max_text_bytes: int = 256 << 10
-    max_choices: int = 4096
-    max_depth: int = 64
-    compile_s: float = 5.0
+_FOLLOW_BYTES = 8 << 30
+_MAX_KNOWN = 1024
 
 
 def compile_constraint(
@@ -50,172 +42,168 @@ def compile_constraint(
     num_logits   rows of the output matrix: the width of the masks. Ids that pad it are never allowed.
     eos_ids      allowed where the grammar may end.
 
-    Raises RequestError: malformed, not enforceable, impossible to fulfil, too large, or llguidance is not installed.
+    Raises RequestError: malformed, not enforceable, impossible to fulfil, too large or too complex, or llguidance is
+    not installed.
     """
     limits = limits or GrammarLimits()
-    llguidance = _library()
-    try:
-        grammar = _grammar_text(llguidance, constraint, limits)
-    except UnicodeEncodeError as error:
-        raise _refusal(constraint, "it holds a lone surrogate, which is no character") from error
+    _check_library()
     if not eos_ids:
         raise _refusal(constraint, "the model has no end-of-sequence token, which ends a constrained answer")
-    tokenizer = _tokenizer(tokenizer_json, num_logits, tuple(sorted(eos_ids)))
-    # Compiling cannot be interrupted, only left alone: llguidance's own limits (fuel) end it in the background.
-    future = _pool().submit(_first_mask, llguidance, tokenizer, grammar, num_logits)
+    if len(constraint.text) > limits.max_text_bytes:
+        raise _refusal(constraint, f"it has {len(constraint.text)} characters; the limit is {limits.max_text_bytes}")
+    tokenizer = tokenizer_json, num_logits, tuple(sorted(eos_ids))
+    process = _process("follow", _FOLLOW_BYTES)
+    process.bring(tokenizer)  # both processes read it at once
+    what = constraint.kind, constraint.text, limits
+    if (tokenizer[1:], what) not in _known:
+        _try(constraint, tokenizer, limits)
+        _known[tokenizer[1:], what] = None
+        while len(_known) > _MAX_KNOWN:
+            _known.popitem(last=False)
     try:
-        matcher, mask, reason = future.result(timeout=limits.compile_s)
-    except FutureTimeout:
-        raise _refusal(constraint, f"compiling it takes longer than {limits.compile_s:g} s") from None
-    if reason:
-        raise _refusal(constraint, reason)
-    return GrammarMask(matcher, num_logits, mask)
+        mask = GrammarMask(process, _tokenizer_of(process, tokenizer), what)
+        mask.wait(limits.compile_s)
+    except (LostError, TimeoutError):
+        raise RequestError(
+            "the process that follows grammars was lost, and this request with it.",
+            code="internal_error", hint="try again.",
+        ) from None  # fmt: skip
+    return mask
 
 
 class GrammarMask:
-    """Follows one request's grammar (plan.Mask). Called from one thread; the work is done on others, in order."""
+    """Follows one request's grammar (plan.Mask). Called from one thread; the work is done elsewhere, in order."""
 
-    def __init__(self, matcher: Any, num_logits: int, first: bytes) -> None:
-        self._matcher, self._num_logits = matcher, num_logits
-        self._mask: bytes | None = first
-        self._coming: Future[bytes] | None = None
+    def __init__(self, process: GrammarProcess, tokenizer: int, what: tuple[Any, ...]) -> None:
+        self._process = process
+        self._news = _News()
+        self._num_tokens = 0
+        self._number = process.open(self._news, "follow", tokenizer, *what)
+        weakref.finalize(self, process.close_place, self._number).atexit = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the first mask is there. Raises RequestError, LostError, TimeoutError."""
+        if not self._news.first.wait(timeout_s):
+            raise TimeoutError
+        if self._news.is_lost:
+            raise LostError
+        self.allowed()
 
     def allowed(self) -> bytes | None:
         """Bitmask of the ids allowed next, little-endian words of 32; None while it is being computed.
 
-        Raises RequestError if the grammar became too complex to go on with, or a token was not of it.
+        Raises GrammarError if a limit was reached, or a token was not of the grammar.
         """
-        if self._mask is None:
-            assert self._coming is not None
-            if not self._coming.done():
-                return None
-            self._mask = self._coming.result()
-        return self._mask
+        news = self._news
+        if news.is_lost:
+            raise RequestError(
+                "the process that followed the grammar was lost, and this request with it.",
+                code="internal_error", hint="try again.",
+            )  # fmt: skip
+        if news.reason is not None:
+            reason, _, hint = news.reason.partition(HINT)
+            raise GrammarError(f"the grammar cannot be followed any further: {reason}.", hint=hint or None)
+        num_tokens, mask = news.latest
+        return mask if num_tokens == self._num_tokens else None
 
     def accept(self, tokens: Sequence[int]) -> None:
         """The request sampled these tokens, end-of-sequence included. Returns at once."""
         if tokens:
-            self._mask = None
-            self._coming = _pool().submit(self._advance, self._coming, tuple(tokens))
-
-    def _advance(self, before: "Future[bytes] | None", tokens: tuple[int, ...]) -> bytes:
-        if before is not None:
-            before.result()  # submitted earlier, so never behind this in the pool's queue
-        matcher = self._matcher
-        if not matcher.consume_tokens(list(tokens)):
-            raise RequestError(f"the answer left its grammar at the tokens {list(tokens)}.", param="response_format")
-        mask, error = _mask_of(matcher, self._num_logits)
-        if error:
-            raise RequestError(f"the grammar cannot be followed any further: {error}.", param="response_format")
-        return mask
+            self._num_tokens += len(tokens)
+            self._process.order("accept", self._number, tuple(tokens))
 
 
-def _grammar_text(llguidance: Any, constraint: Constraint, limits: GrammarLimits) -> str:
-    """The constraint in llguidance's own notation."""
-    kind, text = constraint.kind, constraint.text
-    if kind not in _KINDS:
-        raise _refusal(constraint, f"there is no such kind; the kinds are {', '.join(_KINDS)}")
-    num_bytes = len(text.encode("utf-8", errors="replace"))
-    if num_bytes > limits.max_text_bytes:
-        raise _refusal(constraint, f"it has {num_bytes} bytes; the limit is {limits.max_text_bytes}")
-    matcher = llguidance.LLMatcher
-    if kind == "regex":
-        return str(matcher.grammar_from_regex(text))
-    if kind == "grammar":
-        return str(matcher.grammar_from_lark(text))
-    if kind == "choice":
-        return str(matcher.grammar_from_lark(_choice_grammar(constraint, limits)))
-    schema = _json(constraint) if kind == "json_schema" else {"type": "object"}
-    if not isinstance(schema, dict | bool):
-        raise _refusal(constraint, f"a schema is an object; this is of type {type(schema).__name__}")
-    if _depth(schema) > limits.max_depth:
-        raise _refusal(constraint, f"it is nested more than {limits.max_depth} deep")
+class _News:
+    """What the other process has said last about one grammar. Written by one thread, read by another."""
+
+    def __init__(self) -> None:
+        self.latest: tuple[int, bytes | None] = (0, None)
+        self.reason: str | None = None
+        self.is_lost = False
+        self.first = threading.Event()
+
+    def hear(self, num_tokens: int, value: Any, reason: str | None) -> None:
+        if reason is not None:
+            self.reason = reason
+        else:
+            self.latest = num_tokens, value
+        self.first.set()
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self.first.set()
+
+
+_known: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+_processes: dict[str, GrammarProcess] = {}
+_lock, _alone = threading.Lock(), threading.Lock()
+
+
+def _process(name: str, limit_bytes: int) -> GrammarProcess:
+    """The process of that name; a new one if it was lost."""
+    with _lock:
+        process = _processes.get(name)
+        if process is None or process.is_lost:
+            process = _processes[name] = GrammarProcess(name, limit_bytes)
+        return process
+
+
+@atexit.register
+def close() -> None:
+    """End the grammar processes. They start again when they are needed."""
+    with _lock:
+        while _processes:
+            _processes.popitem()[1].kill()
+
+
+def _tokenizer_of(process: GrammarProcess, tokenizer: Tokenizer) -> int:
+    number, reason = process.tokenizer(tokenizer)
+    if reason is not None:
+        raise RequestError(
+            f"this model's tokenizer cannot be used for structured output: {reason}.", param="response_format"
+        )
+    return number
+
+
+def _try(constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits) -> None:
+    """Compile it and follow it for some tokens where that may go wrong. Raises RequestError."""
+    process = _process("try", limits.compile_bytes)
     try:
-        return str(matcher.grammar_from_json_schema(json.dumps(schema)))
-    except ValueError as error:
-        raise _refusal(constraint, _first_line(str(error))) from error
+        reason = _tried(process, constraint, tokenizer, limits)
+    except LostError:  # for this grammar's fault, or a neighbour's: alone, it can only be its own
+        with _alone:
+            process = GrammarProcess("try alone", limits.compile_bytes)
+            try:
+                reason = _tried(process, constraint, tokenizer, limits)
+            except LostError:
+                reason = f"compiling it takes more memory than {limits.compile_bytes >> 20} MiB{HINT}{SIMPLER}"
+            finally:
+                process.kill()
+    if reason is not None:
+        raise _refusal(constraint, reason)
 
 
-def _choice_grammar(constraint: Constraint, limits: GrammarLimits) -> str:
-    options = _json(constraint)
-    if not isinstance(options, list) or not options or not all(isinstance(option, str) for option in options):
-        raise _refusal(constraint, "it must be a JSON list of strings, at least one")
-    if len(options) > limits.max_choices:
-        raise _refusal(constraint, f"it has {len(options)} entries; the limit is {limits.max_choices}")
-    return "start: " + " | ".join(json.dumps(option, ensure_ascii=False) for option in dict.fromkeys(options))
-
-
-def _json(constraint: Constraint) -> Any:
+def _tried(process: GrammarProcess, constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits) -> str | None:
+    number = _tokenizer_of(process, tokenizer)
+    asked = process.ask("try", number, constraint.kind, constraint.text, limits)
     try:
-        return json.loads(constraint.text)
-    except RecursionError:
-        raise _refusal(constraint, "it is nested too deep") from None
-    except ValueError as error:
-        raise _refusal(constraint, f"it is no JSON: {error}") from error
-
-
-def _depth(value: Any) -> int:
-    """Nesting of lists and objects, without recursion of our own."""
-    depth, level = 0, [value]
-    while level:
-        containers = [item for item in level if isinstance(item, dict | list)]
-        level = [part for item in containers for part in (item.values() if isinstance(item, dict) else item)]
-        depth += bool(containers)
-    return depth
-
-
-def _first_mask(llguidance: Any, tokenizer: Any, grammar: str, num_logits: int) -> tuple[Any, bytes, str]:
-    """(matcher, mask of the first token, error): some grammars are found to be impossible only when followed."""
-    matcher = llguidance.LLMatcher(
-        tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False)
-    )
-    if matcher.is_error():
-        return matcher, b"", _first_line(matcher.get_error())
-    mask, error = _mask_of(matcher, num_logits)
-    return matcher, mask, error
-
-
-def _mask_of(matcher: Any, num_logits: int) -> tuple[bytes, str]:
-    mask = matcher.compute_bitmask()[: 4 * ((num_logits + 31) // 32)]
-    if matcher.is_error():
-        # A stop for want of any continuation carries the name of the reason alone.
-        reason = _first_line(matcher.get_error())
-        return b"", "nothing can fulfil it" if reason.startswith("NoExtension") else reason
-    return mask, "" if any(mask) else "nothing can fulfil it"
-
-
-def _first_line(message: str) -> str:
-    return " ".join(line.strip() for line in message.strip().splitlines()[:3])[:300].rstrip(".")
+        return asked.result(limits.compile_s)[1]
+    except TimeoutError:
+        process.kill()  # nothing else ends it
+        return f"compiling it takes longer than {limits.compile_s:g} s{HINT}{SIMPLER}"
 
 
 def _refusal(constraint: Constraint, reason: str) -> RequestError:
-    return RequestError(f"the {constraint.kind} of this request is refused: {reason}.", param="response_format")
+    what, _, hint = reason.partition(HINT)
+    return RequestError(
+        f"the {constraint.kind} of this request is refused: {what}.", param="response_format", hint=hint or None
+    )
 
 
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
+def _check_library() -> None:
+    if importlib.util.find_spec("llguidance") is None:
         raise RequestError(
             "structured output needs llguidance, which is not installed here.",
             param="response_format",
             hint='pip install "tandem-llm[serve]".',
-        ) from error
-    return llguidance
-
-
-@lru_cache(maxsize=2)
-def _tokenizer(tokenizer_json: str, num_logits: int, eos_ids: tuple[int, ...]) -> Any:
-    """llguidance's view of a tokenizer: 0.2 s to make for 49,000 ids, so it is kept."""
-    try:
-        return _library().LLTokenizer(tokenizer_json, n_vocab=num_logits, eos_token=list(eos_ids))
-    except Exception as error:  # llguidance raises plain exceptions for tokenizers that it cannot read
-        raise RequestError(
-            f"this model's tokenizer cannot be used for structured output: {_first_line(str(error))}.",
-            param="response_format",
-        ) from error
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tandem-grammar-mask")
+        )

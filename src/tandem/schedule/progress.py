@@ -1,12 +1,16 @@
 """One request's way through the engine: what is planned, what is known, what it waits for. It decides nothing."""
 
+import logging
 from collections.abc import Sequence
 from enum import IntEnum
 
+from tandem.errors import RequestError
 from tandem.kv.ledger import Table
 from tandem.kv.prefix import Chain
 from tandem.plan import Mask
 from tandem.request import Request
+
+log = logging.getLogger("tandem.schedule")
 
 
 class Status(IntEnum):
@@ -41,7 +45,7 @@ class Progress:
     """
 
     __slots__ = (
-        "arrived", "cached", "chain", "computed", "error", "event", "id", "key", "last_step", "limit", "mask",
+        "arrived", "cached", "chain", "code", "computed", "error", "event", "id", "key", "last_step", "limit", "mask",
         "new_blocks", "num_overtakes", "num_preemptions", "number", "plain", "prompt_length", "prompt_sent",
         "prompt_step", "request", "row", "siblings", "size", "spoke", "stamp", "status", "stops", "table", "tokens",
         "tried_blocks", "tried_reserve",
@@ -73,6 +77,7 @@ class Progress:
         self.prompt_step = -1
         self.size = 0
         self.error: str | None = None
+        self.code: str | None = None
         self.last_step = -1
         self.siblings: list[Progress] = []
         self.stamp = 0
@@ -108,5 +113,13 @@ class Progress:
             try:
                 return self.mask.allowed()
             except Exception as error:
-                self.error = f"the grammar failed: {type(error).__name__}: {error}"
+                self.fail(error)
         return None
+
+    def fail(self, error: Exception) -> None:
+        """Its grammar raised; it ends with its next token. A fault of ours is logged, not told."""
+        if isinstance(error, RequestError):
+            self.error, self.code = str(error), error.code
+        else:
+            log.error("the grammar of %s failed", self.id, exc_info=error)
+            self.error = "its grammar failed."

@@ -79,14 +79,16 @@ def _take(
         try:
             progress.mask.accept((token,))
         except Exception as error:
-            progress.error = f"the grammar failed: {type(error).__name__}: {error}"
+            progress.fail(error)
     if progress.error is not None:
         running.end(progress)
-        return _speak(progress, finish="error", error=progress.error)
+        return _speak(progress, finish="error", error=progress.error, code=progress.code)
     params = progress.request.params
     finish: FinishReason | None = None
     if token in progress.stops and len(tokens) - progress.prompt_length > params.min_tokens:
         finish = "stop"
+    elif progress.mask is not None and token in progress.request.eos:
+        finish = "stop"  # its grammar is at its end, whatever min_tokens and ignore_eos say: nothing may come behind it
     elif len(tokens) >= progress.limit:
         finish = "length"
     if progress.wants_prompt_logprobs:
@@ -116,7 +118,8 @@ def _speak(
     logprobs: Sequence[TokenLogprobs] | None = None,
     prompt_logprobs: Sequence[TokenLogprobs] | None = None,
     error: str | None = None,
+    code: str | None = None,
 ) -> Change:
     cached = 0 if progress.spoke else max(progress.cached, 0)
     progress.spoke = True
-    return Change(progress.id, tokens, finish, logprobs, prompt_logprobs, error, cached)
+    return Change(progress.id, tokens, finish, logprobs, prompt_logprobs, error, cached, code)

@@ -11,8 +11,10 @@ from typing import Protocol, Self
 
 from tandem.engine.contract import Update
 from tandem.engine.streams import AsyncStream
-from tandem.errors import RequestError, TandemError
+from tandem.errors import GrammarError, RequestError, TandemError
 from tandem.serve.reply import Ask
+
+OF_A_FIELD = ("invalid_value", GrammarError.code)
 
 
 class Watcher(Protocol):
@@ -77,7 +79,7 @@ class Updates:
             raise
         except Exception as error:
             self._close("failed")
-            if isinstance(error, RequestError) and error.code == "invalid_value" and error.param is None:
+            if isinstance(error, RequestError) and error.code in OF_A_FIELD and error.param is None:
                 error.param = self._naming
             raise
         except BaseException:
