@@ -73,7 +73,8 @@ class NullRunner:
 
     num_logits  made-up ids are 0 .. num_logits-1.
     script      what a request says, token by token, instead of made-up ids: one list for all, or a function of its
-                arrival (None: made up). Behind its end come an eos id, if the request has one, or made-up ids.
+                arrival (None: made up). Behind its end come an eos id, if the request has one, or made-up ids. What a
+                mask forbids is not said.
     step_time   seconds a step takes, or a function of the plan; steps queue up on the device. 0: no pacing.
     clock, sleep  the host's time; a VirtualClock makes it pass without waiting.
     verify      read everything back every time, and check each plan.
@@ -244,19 +245,25 @@ class NullRunner:
         return value
 
     def _sample(self, row: _Row, mask: bytes | None) -> int | None:
-        arrival = row.arrival
         number = row.hash + row.seed
-        if row.script is not None:
-            index = row.length - arrival.prompt_length
-            if index < len(row.script):
-                return row.script[index]
-            if arrival.eos and not arrival.params.ignore_eos:
-                return arrival.eos[0]
+        said = self._scripted(row)
+        if said is not None and (mask is None or mask[said >> 3] >> (said & 7) & 1):
+            return said
         if mask is None:
             return number % self.facts.num_logits
         bits = int.from_bytes(mask, "little")
         allowed = [token for token in range(self.facts.num_logits) if bits >> token & 1]
         return allowed[number % len(allowed)] if allowed else None
+
+    @staticmethod
+    def _scripted(row: _Row) -> int | None:
+        """What the row's script says next, its end included; None: whatever."""
+        if row.script is None:
+            return None
+        index, params = row.length - row.arrival.prompt_length, row.arrival.params
+        if index < len(row.script):
+            return row.script[index]
+        return row.arrival.eos[0] if row.arrival.eos and not params.ignore_eos else None
 
     def _logprobs(self, number: int, token: int, num_top: int) -> TokenLogprobs:
         """Made-up, but the same for the same context: the token is the best, and the others fall off behind it."""

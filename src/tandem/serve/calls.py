@@ -69,6 +69,10 @@ class Calls:
                 pieces.append(Piece(tool=ToolPiece(0, _identity(), self._forced[0])))
         return pieces
 
+    @property
+    def in_call(self) -> bool:
+        return self._call.announced and not self._call.complete
+
     def _start(self, pieces: list[Piece], final: bool) -> bool:
         """Llama: what the answer begins with decides."""
         begin = self._buffer.lstrip()

@@ -46,7 +46,10 @@ class Piece:
 
 
 class AnswerParser(Protocol):
-    """Fed the text of one answer as it comes; gives pieces as soon as they are certain."""
+    """Fed the text of one answer as it comes; gives pieces as soon as they are certain. in_call: a call is open."""
+
+    @property
+    def in_call(self) -> bool: ...
 
     def feed(self, text: str, *, final: bool) -> list[Piece]: ...
 
@@ -85,6 +88,10 @@ class Reasoning:
         if final and self._then is not None:
             pieces += self._then.feed("", final=True)
         return pieces
+
+    @property
+    def in_call(self) -> bool:
+        return self._then is not None and self._then.in_call
 
     def _start(self, pieces: list[Piece], final: bool) -> bool:
         begin = self._buffer.lstrip()

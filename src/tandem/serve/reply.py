@@ -101,7 +101,8 @@ class Choice:
             pieces = [Piece(content=update.text)] if update.text else []
         self.called = self.called or any(piece.tool is not None for piece in pieces)
         if update.finish is not None:
-            self.finish = "tool_calls" if self.called and update.finish == "stop" else update.finish
+            calls = self.called and not (self.parser is not None and self.parser.in_call)
+            self.finish = "tool_calls" if calls and update.finish == "stop" else update.finish
         return pieces
 
 
