@@ -81,6 +81,26 @@ def test_tools_beside_a_schema_answer_by_call_or_by_schema() -> None:
         assert answer["output"][0]["content"][0]["text"] == "2"
 
 
+@pytest.mark.parametrize("family", OSLO)
+def test_a_governed_call_cut_short_leaves_no_raw_text(family: str) -> None:
+    """Beside a schema, calls begun and cut are no content; an answer by the schema stays whole."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "properties": {"n": {"const": 2}}, "required": ["n"], "additionalProperties": False}}}  # noqa: E501  # fmt: skip
+    with serving(source={"chat_template": TEMPLATES[family]}, script=OSLO[family] * 2, max_model_len=2048) as served:
+        for length in range(1, 90, 8):
+            message = tool_answers(served, tools=STRICT, response_format=form, max_tokens=length)[0]["message"]
+            if family != "llama":
+                assert not message["content"], message
+            elif length > 40:
+                assert message["tool_calls"]
+    with serving(source={"chat_template": TEMPLATES[family]}, script=OSLO[family], max_model_len=2048) as served:
+        for length in range(14, 38, 4):
+            assert not tool_answers(served, tools=STRICT, max_tokens=length)[0]["message"]["content"]
+    with serving(source={"chat_template": TEMPLATES[family]}, script='{"n": 2}', max_model_len=2048) as served:
+        for length, text in ((1, "{"), (5, '{"n":'), (9, '{"n": 2}')):
+            message = tool_answers(served, tools=STRICT, response_format=form, max_tokens=length)[0]["message"]
+            assert message["content"] == text and "tool_calls" not in message
+
+
 def test_a_schema_that_cannot_be_enforced_is_refused_for_strict_tools_alone() -> None:
     def tools(strict: bool | None) -> list:
         return [{"type": "function", "function": {"name": "x", "strict": strict, "parameters": {"type": "objekt"}}}]
@@ -130,6 +150,11 @@ def test_of_several_forced_tools_none_is_made_up() -> None:
         cut = served.post(RESPONSES, {**body, "max_output_tokens": 50}).json()
         assert cut["status"] == "incomplete" and cut["output"][0]["type"] == "function_call"
         assert cut["output"][0]["status"] == "incomplete"
+    with serving(script=OSLO["hermes"] + " So", max_model_len=2048) as served:
+        body = {"input": "hi", "tools": [{"type": "function", **STRICT[0]["function"], "strict": False}]}
+        cut = served.post(RESPONSES, {**body, "max_output_tokens": 70}).json()
+        assert cut["status"] == "incomplete" and cut["output"][0]["status"] == "completed"
+        assert json.loads(cut["output"][0]["arguments"]) == {"city": "Oslo"}
 
 
 def test_a_call_that_a_stop_string_ends_is_not_finished_as_a_call() -> None:

@@ -42,14 +42,22 @@ class Calls:
 
     names    the tools that were offered.
     single   only the first call is given, later ones are dropped.
-    forced   a grammar makes the answer a call of one of these and nothing else: what is no call yet when it is cut
-             short is no content either. Where only one can be meant it is given, with the arguments that came.
+
+    What a grammar governs is a call as soon as it begins as one, so what is none yet when the answer is cut short is no
+    content either:
+    governed   behind every opening.
+    alone      in the whole answer, if it begins with one: a call does not stand beside text.
+    forced     in the whole answer, which is a call of one of these. If only one can be meant it is given, with the
+               arguments that came.
     """
 
     def __init__(
-        self, form: CallFormat, names: Sequence[str], *, single: bool = False, forced: Sequence[str] = ()
-    ) -> None:
-        self._form, self._names, self._single, self._forced = form, frozenset(names), single, tuple(forced)
+        self, form: CallFormat, names: Sequence[str], *, single: bool = False, governed: bool = False,
+        alone: bool = False, forced: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._form, self._names, self._single = form, frozenset(names), single
+        self._governed, self._alone, self._forced = governed, alone, tuple(forced)
+        self._begin = ""
         self._separators = " \t\r\n,;" if form.is_list or not form.opening else " \t\r\n"
         self._buffer = ""
         self._space = ""  # whitespace that belongs to content if content follows, and to nothing beside a call
@@ -63,7 +71,9 @@ class Calls:
         pieces: list[Piece] = []
         while self._state(pieces, final):
             pass
-        if self._forced:
+        if self._alone:
+            self._begin = (self._begin + text).lstrip()[: len(self._form.opening)]
+        if self._forced or (self._begin and self._form.opening.startswith(self._begin)):
             pieces = [piece for piece in pieces if piece.tool is not None]
             if final and len(self._forced) == 1 and not (pieces or self._number or self._call.announced):
                 pieces.append(Piece(tool=ToolPiece(0, _identity(), self._forced[0])))
@@ -191,6 +201,8 @@ class Calls:
     def _no_call(self, pieces: list[Piece]) -> bool:
         """What was written since the opening is content; go on behind it."""
         raw, self._raw = self._raw, ""
+        if self._governed:  # cut short, or it would be a call
+            raw = self._buffer = ""
         self._content(raw, pieces)
         self._state = self._outside if self._form.opening else self._rest
         return True

@@ -52,6 +52,11 @@ class Items:
             yield from self._part("message", "output_text", piece.content)
 
     @property
+    def in_call(self) -> bool:
+        """The open item is a call."""
+        return self._open is not None and self._open["type"] == "function_call"
+
+    @property
     def _item(self) -> dict[str, Any]:
         assert self._open is not None
         return self._open
@@ -160,7 +165,8 @@ class ResponsesReply(Reply):
                 for event in self._items.grow(piece, entries):
                     yield event
                 entries = []
-        for event in self._items.close("incomplete" if choice.finish == "length" else "completed"):
+        whole_call = self._items.in_call and not (choice.parser is not None and choice.parser.in_call)
+        for event in self._items.close("incomplete" if choice.finish == "length" and not whole_call else "completed"):
             yield event
 
     def _response(self) -> dict[str, Any]:

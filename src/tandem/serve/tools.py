@@ -63,7 +63,12 @@ class ToolUse:
         def make() -> AnswerParser:
             calls = None
             if self.form is not None:
-                calls = Calls(self.form, self.names, single=self.single, forced=self.forced)
+                alone = self.constraint is not None and not self.leaves_text
+                # without an opening, an answer by a schema begins like a call
+                governed = self.leaves_text or (alone and bool(self.form.opening))
+                calls = Calls(
+                    self.form, self.names, single=self.single, governed=governed, alone=alone, forced=self.forced
+                )
             if not thinks:
                 assert calls is not None
                 return calls
