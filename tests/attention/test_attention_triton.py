@@ -102,6 +102,24 @@ def test_the_order_of_spans_changes_no_result(monkeypatch):
     assert_near(as_they_come, slow(*sent))
 
 
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("splits", [2, 4])
+def test_ordered_splits_are_shares_of_the_longest_span(splits, window, monkeypatch):
+    sent = case((4, 2, 64, 16, window, None), [(1, 20), (1, 90), (1, 1), (1, 64), (1, 33)])
+    sent[3].lengths_S[2] = 0  # padding
+    sent[3].order_S = torch.tensor([1, 3, 4, 0, 2], device=DEVICE)
+    backend = TritonAttention(torch.device(DEVICE))
+    monkeypatch.setattr(backend, "num_splits", lambda *_: splits)
+    for _ in range(2):
+        got = backend.attend(*sent)
+        assert not got[2].any()
+        kept = torch.tensor([0, 1, 3, 4], device=DEVICE)
+        sent[3].lengths_S[2] = 1
+        assert_near(got[kept], slow(*sent)[kept])
+        sent[3].lengths_S[2] = 0
+    assert not backend.scratch.tickets.any()
+
+
 def test_padding_rows_give_zeros():
     queries, keys, values, batch, asked = case((4, 2, 64, 16, None, None), [(1, 20), (1, 5)])
     batch.lengths_S[1] = 0

@@ -1,5 +1,9 @@
 """Norms, activations and the rotary kernel against their twins in float64: odd sizes, poisoned outputs."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -99,6 +103,35 @@ def test_compiling_ahead_leaves_launches_alone_in_the_interpreter_and_none_out_o
     with compile_ahead(2):
         rms_norm_triton(x, weight, 1e-5)  # on a GPU compiled and not launched
     assert_near(rms_norm_triton(x, weight, 1e-5), norm.rms_norm_torch(x.double(), weight.double(), 1e-5), 1e-6)
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tandem.kernels.rotary_triton import HEADS, NUM_WARPS, _rope_kernel
+names = _rope_kernel.arg_names
+kinds = ["*bf16", "*i64", "*fp32", "*i64", "*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "fp32", "i32", "i32"]
+for dim in (64, 96, 128, 256):
+    for unaligned in ((), (1, 3)):
+        given = dict(H=6, K=2, D=dim, HALF=max(dim // 2, 64) if dim != 64 else 32, HEADS=HEADS, HAS_NORM=True,
+                     NUM_PARTS=1, PDL=2)
+        signature = dict(zip(names, kinds + ["constexpr"] * len(given)))
+        constants = {(names.index(name),): value for name, value in given.items()}
+        aligned = [i for i, kind in enumerate(kinds) if kind != "fp32" and i not in unaligned]
+        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+        source = ASTSource(fn=_rope_kernel, signature=signature, constexprs=constants, attrs=attributes)
+        options = {"num_warps": NUM_WARPS, "launch_pdl": True, "enable_fp_fusion": False}
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert "mul.rn.f32" in ptx and "fma" not in ptx, (dim, unaligned)
+"""
+
+
+def test_no_variant_of_the_rotary_kernel_fuses_products_into_sums():
+    """Which of two products is fused is the compiler's choice, and another in another variant: see rotary_triton.py."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.gpu

@@ -68,7 +68,7 @@ class TritonAttention:
         splits = self.num_splits(num, min(batch.max_length, shape.window or batch.max_length), keys_NPKD)
         decode_attention(
             queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
-            shape.window, shape.softcap, order_S=batch.order_S if splits == 1 else None,
+            shape.window, shape.softcap, order_S=batch.order_S,
         )  # fmt: skip
 
     def _prefill(

@@ -106,9 +106,15 @@ def _decode_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0) // TILE * TILE
-    start, end = first, length
+    start, end, num_shares = first, length, 1
     if HAS_SPLITS:
-        share = tl.cdiv(tl.cdiv(length - first, TILE), num_splits) * TILE
+        extent = length - first
+        if HAS_ORDER:  # shares of the longest span, so that no program of a long one has more to do than others
+            extent = tl.load(lengths_ptr + tl.load(order_ptr))
+            if HAS_WINDOW:
+                extent = tl.minimum(extent, window + TILE)
+        share = tl.maximum(tl.cdiv(tl.cdiv(extent, TILE), num_splits), 1) * TILE
+        num_shares = tl.maximum(tl.cdiv(length - first, share), 1)
         start = first + split * share
         end = tl.minimum(start + share, length)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
@@ -116,6 +122,8 @@ def _decode_kernel(
     values_ptr += head * D
     if PDL > 0:
         gdc_wait()
+    if split >= num_shares:  # behind the wait: a kernel is done only when all before it are
+        return
     row_mask = (rows < G)[:, None] & (inner < D)[None, :]
     row_offsets = (head * G + rows)[:, None] * D + inner[None, :]
     query = tl.load(queries_ptr + span.to(tl.int64) * query_stride + row_offsets, row_mask, other=0.0)
@@ -142,7 +150,7 @@ def _decode_kernel(
     if PDL == 2:
         gdc_launch_dependents()
     out_ptr += span.to(tl.int64) * (K * G * D) + head * (G * D)
-    if HAS_SPLITS:
+    if num_shares > 1:
         # Partial results go through L2; whoever draws the last ticket of this (span, head) merges them all, in order.
         group = span * K + head
         partial_ptr += group.to(tl.int64) * num_splits * (G * D)
@@ -152,9 +160,9 @@ def _decode_kernel(
         tl.store(marks_ptr + split * (2 * G) + G + rows, total, rows < G)
         tl.debug_barrier()
         drawn = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
-        if drawn == num_splits - 1:
+        if drawn == num_shares - 1:
             tl.store(tickets_ptr + group, 0)
-            _merge_splits(partial_ptr, marks_ptr, out_ptr, num_splits, G, HEADS, D, WIDTH, MERGED)
+            _merge_splits(partial_ptr, marks_ptr, out_ptr, num_shares, G, HEADS, D, WIDTH, MERGED)
     else:
         # A padding row (length 0) has total 0 and gets zeros.
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -203,8 +211,9 @@ def decode_attention(
 ) -> None:  # fmt: skip
     """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S].
 
-    order_S: in which order programs take spans; the longest first end together. The KV heads of a span are taken side
-    by side, since they lie side by side in the cache.
+    order_S: in which order programs take spans, the longest first, so that they end together; with splits, each is cut
+    into shares of the longest one's size, so that short ones have fewer. Without, each is cut into num_splits. The KV
+    heads of a span are taken side by side, since they lie side by side in the cache.
     Lengths, tables and order are read ahead of the wait for the kernel before, so no kernel that lets its successor
     start early may write them (of ours, none does).
     """

@@ -194,7 +194,8 @@ def _merge_kernel(
     tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
 
 
-# Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges.
+# Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges. In this
+# form no product is fused into a sum: which of two is, the compiler chooses, and three kernels must choose alike.
 CHUNK = 512
 
 
@@ -230,7 +231,7 @@ def prefill_attention(
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=next_power_of_2(head_dim),
         P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK if invariant else 0, ALONE=False, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=descriptors, SPECIALISE=specialise,
-        **options(queries_THD, "attention", num_warps, num_stages),
+        enable_fp_fusion=not invariant, **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip
 
 
@@ -256,12 +257,12 @@ def invariant_decode_attention(
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=width,
         P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK, ALONE=True, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=False, SPECIALISE=False,
-        **options(queries_THD, "attention", num_warps, num_stages),
+        enable_fp_fusion=False, **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip
     start(_merge_kernel, (num_spans, num_kv_heads),
         scratch.partial, scratch.marks, lengths_S, out_THD, window or 0, num_chunks, K=num_kv_heads, G=group,
         ROWS=rows, D=head_dim, WIDTH=width, TILE=tile, CHUNK=CHUNK, HAS_WINDOW=window is not None,
-        **options(queries_THD, "attention", num_warps),
+        enable_fp_fusion=False, **options(queries_THD, "attention", num_warps),
     )  # fmt: skip
 
 

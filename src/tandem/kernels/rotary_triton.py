@@ -75,6 +75,11 @@ def _rope_kernel(
         tl.store(values_ptr + v_offsets + half, value_second.to(cached), v_mask)
 
 
+# One shape of program for any number of tokens, and no products fused into sums: where they are, the compiler chooses
+# which, and another choice in another variant of the kernel rounds a head's squares differently.
+HEADS, NUM_WARPS = 16, 8
+
+
 def norm_rope_store_triton(
     qkv: Tensor, positions_T: Tensor, cos_sin_LD: Tensor, slots_T: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor,
     num_heads: int, query_norm_D: Tensor | None = None, key_norm_D: Tensor | None = None, eps: float = 1e-6,
@@ -86,16 +91,14 @@ def norm_rope_store_triton(
     dtype = keys_NPKD.dtype if qkv.dim() == 3 else qkv.dtype
     queries = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=qkv.device)
     has_norm = query_norm_D is not None and key_norm_D is not None
-    # As many elements a thread in both, so that the squares of a head are added in the same order whatever T.
-    heads, num_warps = (4, 2) if num_tokens <= 256 else (16, 8)
     if num_tokens:
-        grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))
+        grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))
         start(_rope_kernel, grid,
             qkv, positions_T, cos_sin_LD, slots_T, keys_NPKD, values_NPKD, queries,
             query_norm_D if has_norm else cos_sin_LD, key_norm_D if has_norm else cos_sin_LD, eps,
             qkv.stride(-2), qkv.stride(0) if qkv.dim() == 3 else 0,
-            H=num_heads, K=num_kv_heads, D=head_dim, HALF=next_power_of_2(head_dim // 2), HEADS=heads,
+            H=num_heads, K=num_kv_heads, D=head_dim, HALF=next_power_of_2(head_dim // 2), HEADS=HEADS,
             HAS_NORM=has_norm, NUM_PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
-            **options(qkv, "rope", num_warps),
+            enable_fp_fusion=False, **options(qkv, "rope", NUM_WARPS),
         )  # fmt: skip
     return queries
