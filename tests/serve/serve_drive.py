@@ -250,11 +250,16 @@ def serving(
 class Process:
     """A whole server in a process of its own, as ``tandem serve`` runs it, with the null device of make_null."""
 
-    def __init__(self, *, options: dict[str, Any] | None = None, wait: bool = True, **engine: Any) -> None:
-        start = {"options": {"port": 0, **(options or {})}, "engine": engine}
+    def __init__(
+        self, *, options: dict[str, Any] | None = None, wait: bool = True, nofile: int | None = None,
+        keys: tuple[str, ...] = (), **engine: Any,
+    ) -> None:  # fmt: skip
+        """nofile: its limit on descriptors."""
+        start = {"options": {"port": 0, **(options or {})}, "engine": engine, "keys": keys}
+        limit = [] if nofile is None else ["sh", "-c", f'ulimit -n {nofile}; exec "$@"', "sh"]
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve_process.py"), json.dumps(start)], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [*limit, sys.executable, str(HERE / "serve_process.py"), json.dumps(start)], stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self.lines: list[str] = []
         self.url = ""

@@ -15,7 +15,7 @@ def main() -> int:
     options = ServeOptions.from_dict(start["options"])
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         engine = {"make": "serve_drive:make_null", "options": start["engine"]}
-        return runner.run(serve(Settings(device="null"), options, say=_say, start=engine))
+        return runner.run(serve(Settings(device="null"), options, keys=start["keys"], say=_say, start=engine))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -77,6 +78,17 @@ def message_of(error: HttpError) -> bytes:
     return b"\r\n".join([*head, b"", body])
 
 
+def _head_without_offer(method: bytes, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The head again, such that nothing but HTTP/1.1 is asked for."""
+    lines = [b"%b %b HTTP/1.1" % (method, url)]
+    for name, value in headers:
+        if name == b"connection":
+            lines += [b"connection: close"] if b"close" in value.lower() else []
+        elif name != b"upgrade":
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])
+
+
 class _Leaving:
     """A transport whose ``close`` is the connection's to do."""
 
@@ -100,7 +112,7 @@ class Connection(HttpToolsProtocol):
         self.has_left = False
         self._raw: Any = None
         self._serving: RequestResponseCycle | None = None
-        self._in_head = self._is_deaf = self._is_half = self._may_keep = False
+        self._in_head = self._is_half = self._may_keep = False
         self._num_begun = self._head_bytes = self._trailer_bytes = 0
         self._refusal: HttpError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -117,11 +129,12 @@ class Connection(HttpToolsProtocol):
         self._arm(self.border.header_s, self._head_is_late)
 
     def data_received(self, data: bytes) -> None:
-        if self.has_left or self._is_deaf:
+        if self.has_left:
             return
         was_in_head, num_begun = self._in_head, self._num_begun
         between = self.cycle is None or not self.cycle.more_body
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self.has_left:
             return
         if self._in_head and (was_in_head or (between and self._num_begun == num_begun + 1)):
@@ -131,6 +144,21 @@ class Connection(HttpToolsProtocol):
                 return
         if self._serving is None and self._timer is None:  # bytes that begin nothing count as a head, too
             self._arm(self.border.header_s, self._head_is_late)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            # Another protocol is offered (h2c by Java's clients, websocket), and httptools has skipped the body: the
+            # request is read once more without the offer, and answered in HTTP/1.1.
+            if (method := self.parser.get_method()) == b"CONNECT":
+                self.send_400_response("")
+                return
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._feed(_head_without_offer(method, self.url, self.headers) + data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends nothing more. True: the connection stays open for the answer."""
@@ -183,21 +211,21 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self.parser.should_upgrade():
+            return  # see _feed
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.border.header_bytes:
             self._refusal = self._too_large()
             raise self._refusal
         super().on_headers_complete()
-        self._may_keep = self.cycle.keep_alive and not self.parser.should_upgrade()
+        self._may_keep = self.cycle.keep_alive
         self.cycle.keep_alive = False  # an answer in front of the body's end ends the connection
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._may_keep
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Another protocol was offered (h2c, websocket): the request is answered in this one, and is the last."""
-        self._is_deaf = True
 
     def send_400_response(self, msg: str) -> None:
         self.border.num_malformed += self._refusal is None

@@ -90,7 +90,11 @@ class HttpServer(uvicorn.Server):
                     self._loop.call_later(RETRY_S, self._again)
                 return
             if self.border.has_room():
-                task = self._loop.create_task(self._enter(client))
+                connection = Connection(
+                    self.border, client, config=self.config, server_state=self.server_state,
+                    app_state=self.lifespan.state,
+                )  # fmt: skip
+                task = self._loop.create_task(self._enter(client, connection))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
@@ -100,13 +104,10 @@ class HttpServer(uvicorn.Server):
         if self.listener.fileno() >= 0:
             self._loop.add_reader(self.listener.fileno(), self._knocked)
 
-    async def _enter(self, client: socket.socket) -> None:
+    async def _enter(self, client: socket.socket, connection: Connection) -> None:
         client.setblocking(False)
         with contextlib.suppress(OSError):
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(
-            self.border, client, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
         tls: dict[str, Any] = {}
         if self.config.ssl is not None:
             tls = {"ssl": self.config.ssl, "ssl_handshake_timeout": self.border.header_s}
@@ -123,7 +124,7 @@ class HttpServer(uvicorn.Server):
 
     def _send_away(self, client: socket.socket) -> None:
         """503, and a moment to read it."""
-        if self.config.ssl is not None or self._num_leaving >= RESERVE // 4:
+        if self.config.ssl is not None or self._num_leaving >= RESERVE // 2:
             client.close()
             return
         client.setblocking(False)
