@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tandem.cli.options import Parser, add_settings, option_name, settings_of
-from tandem.config import AUTO, Settings
+from tandem.config import AUTO, Facts, Settings
 from tandem.errors import SettingError
 
 NULLABLE = [f.name for f in dataclasses.fields(Settings) if f.default is None]
@@ -32,3 +32,18 @@ def test_auto_is_a_word_on_the_command_line_too() -> None:
     assert Settings.from_dict(given) == Settings(max_num_seqs=7)
     with pytest.raises(SystemExit):
         parser.parse_args(["--max-num-seqs", "many"])
+
+
+def test_a_step_has_a_target_where_the_device_is_slow() -> None:
+    def resolved(device: str, **asked: float) -> tuple[float | None, str]:
+        facts = Facts(device, "a machine", 2, 1 << 33, 4096, 1 << 27, 1 << 10)
+        found = Settings(device=device, **asked).resolve(facts)  # type: ignore[arg-type]
+        return found.settings.target_step_ms, found.reasons["target_step_ms"]
+
+    assert resolved("cpu")[0] == 200 and "long prompt" in resolved("cpu")[1]
+    assert resolved("cuda")[0] == resolved("null")[0] == 0 and "off on cuda" in resolved("cuda")[1]
+    assert resolved("cuda", target_step_ms=50) == (50, "asked") and resolved("cpu", target_step_ms=0) == (0, "asked")
+    with pytest.raises(SettingError, match="target_step_ms is -1"):
+        Settings(target_step_ms=-1)
+    with pytest.raises(SettingError, match="target_step_ms is nan"):
+        Settings(target_step_ms=float("nan"))

@@ -47,6 +47,10 @@ class Settings:
 
     max_num_seqs: int | None = _setting(None, "batching", "most requests in one step", low=1, high=8192)
     max_batch_tokens: int | None = _setting(None, "batching", "most tokens in one step", low=1)
+    target_step_ms: float | None = _setting(
+        None, "batching", "prompts are cut so that a step beside running answers takes so long at most; 0: never",
+        low=0, high=60_000,
+    )  # fmt: skip
     policy: str = _setting("fcfs", "batching", "who goes first", choices=("fcfs", "priority"))
     prefix_cache: bool = _setting(True, "batching", "reuse the KV cache of equal prompt beginnings")
     max_waiting: int = _setting(65536, "batching", "most requests that may wait; more are refused", low=1)
@@ -101,6 +105,11 @@ class Settings:
         chosen["max_batch_tokens"] = (
             max(budget, self.max_num_seqs or seqs), f"the default on {facts.device}, at least one token a sequence"
         )  # fmt: skip
+        chosen["target_step_ms"] = (
+            (200.0, "the default on cpu: a long prompt must not hold running answers up")
+            if facts.device == "cpu"
+            else (0.0, f"off on {facts.device}: max_batch_tokens is quick there")
+        )
         memory = int(facts.free_bytes * self.gpu_memory_utilization) if cuda else min(facts.free_bytes // 4, 4 << 30)
         chosen["kv_cache_memory"] = (
             memory, "share of the device's free memory" if cuda else "a quarter of free memory, at most 4 GiB"
@@ -215,6 +224,6 @@ def _check(f: "dataclasses.Field[Any]", value: Any) -> None:
             f"{f.name} is {value!r}; it must be one of {', '.join(choices)}.",
             hint=f"did you mean {near[0]!r}?" if near else None,
         )
-    if (low is not None and value < low) or (high is not None and value > high):
+    if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN is in no range
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise SettingError(f"{f.name} is {value!r}; it must be {bounds}.")

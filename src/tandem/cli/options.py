@@ -91,8 +91,8 @@ def _declare(f: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
         declared |= {"choices": choices, "type": str}
     else:
         declared["type"] = str if metadata.get("unit") == "bytes" else KINDS[kind]
-        if f.default is None and declared["type"] is int:
-            declared["type"] = integer_or_auto
+        if f.default is None:
+            declared["type"] = OR_AUTO.get(declared["type"], declared["type"])
         declared["metavar"] = {"str": "TEXT", "int": "N", "float": "X"}[kind]
         if metadata.get("unit") == "bytes":
             declared["metavar"] = "BYTES"
@@ -107,7 +107,12 @@ def integer_or_auto(text: str) -> int | str:
     return text if text == AUTO else int(text)
 
 
-integer_or_auto.__name__ = "int"  # as argparse names it in an error
+def number_or_auto(text: str) -> float | str:
+    return text if text == AUTO else float(text)
+
+
+integer_or_auto.__name__, number_or_auto.__name__ = "int", "float"  # as argparse names them in an error
+OR_AUTO: dict[Any, Any] = {int: integer_or_auto, float: number_or_auto}
 
 
 def settings_of(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Built:
             policy=settings.policy,
             prefix_cache=settings.prefix_cache,
             max_waiting=settings.max_waiting,
+            target_step_s=(settings.target_step_ms or 0.0) / 1000,
         )
 
     def compile_mask(self, request: Request) -> Mask:

@@ -14,6 +14,7 @@ class Flight(NamedTuple):
     owners    whose the spans are, one each.
     sampling  whose the tokens will be, in the order of the sampling spans.
     indices   the span of each of those, or None if every span samples.
+    num_decodes, num_prefill   decoding requests, and tokens of prompts.
     """
 
     step: int
@@ -21,6 +22,8 @@ class Flight(NamedTuple):
     owners: Sequence[Progress]
     sampling: Sequence[Progress]
     indices: Sequence[int] | None
+    num_decodes: int
+    num_prefill: int = 0
 
 
 @dataclass(slots=True)
@@ -40,7 +43,10 @@ class Draft:
     def flight(self) -> Flight:
         spans, owners = self.spans, self.owners
         if self.num_decodes == len(spans):
-            return Flight(self.step, spans, owners, owners, None)
+            return Flight(self.step, spans, owners, owners, None, self.num_decodes)
         indices = [*range(self.num_decodes)]
         indices += [i for i in range(self.num_decodes, len(spans)) if spans[i].samples]
-        return Flight(self.step, spans, owners, [owners[i] for i in indices], indices)
+        num_prefill = sum(span.length for span in spans[self.num_decodes :])
+        return Flight(
+            self.step, spans, owners, [owners[i] for i in indices], indices, self.num_decodes, num_prefill
+        )  # fmt: skip

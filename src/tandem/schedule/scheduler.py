@@ -4,7 +4,8 @@ Continuous batching (Orca, Yu et al. 2022) over a paged cache (vLLM, Kwon et al.
 decode steps (Sarathi-Serve, Agrawal et al. 2024). Every step:
 
     1. each decoding request gets one token; if blocks run out, the least important newest gives way (running.py)
-    2. what is left of max_batch_tokens goes to prompts, by the fairness rule of prefill.py
+    2. what is left of max_batch_tokens goes to prompts, by the fairness rule of prefill.py; beside decodes it is as
+       much as target_step_s has time for, by the measured speed (pace.py)
 
 Planning moves counters only: a request that sampled is *owed* a token until commit, and planned on regardless. An end
 by length is known ahead; an end by a stop token is seen at commit, and rows planned meanwhile are ghosts.
@@ -20,6 +21,7 @@ from tandem.plan import Mask, StepPlan, StepResult
 from tandem.request import Change, Request, checked_priority
 from tandem.schedule.decode import plan_decodes
 from tandem.schedule.draft import Draft, Flight
+from tandem.schedule.pace import Pace
 from tandem.schedule.prefill import plan_prefills
 from tandem.schedule.progress import Progress
 from tandem.schedule.running import Running
@@ -31,7 +33,10 @@ POLICIES = ("fcfs", "priority")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Gauges of now; num_steps, num_preemptions and kv's totals since the start."""
+    """Gauges of now; num_steps, num_preemptions and kv's totals since the start.
+
+    chunk_tokens  most prompt tokens of a step with decodes.
+    """
 
     num_waiting: int
     num_running: int
@@ -40,6 +45,7 @@ class SchedulerStatistics:
     num_steps: int
     num_preemptions: int
     kv: LedgerStatistics
+    chunk_tokens: int
 
 
 class Scheduler:
@@ -50,6 +56,7 @@ class Scheduler:
     max_length              longest prompt plus answer; max_tokens None means up to it, or to what the pool holds.
     policy                  "fcfs", or "priority": smaller Request.priority first, then arrival.
     max_waiting             most requests that may wait; more are refused with code "queue_full".
+    target_step_s           seconds that a step with decodes should take: prompts' chunks follow; 0: no such target.
 
     A request whose prompt and max_tokens can never be in the pool together is refused when it comes; it is not cut
     short later. The last token sampled needs no place in the cache.
@@ -66,6 +73,7 @@ class Scheduler:
         policy: str = "fcfs",
         prefix_cache: bool = True,
         max_waiting: int = 65536,
+        target_step_s: float = 0.0,
     ) -> None:
         if policy not in POLICIES:
             raise SettingError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}.")
@@ -82,6 +90,7 @@ class Scheduler:
         self._by_priority = policy == "priority"
         self._waiting = WaitingQueue()
         self._running = Running(self.ledger, self._waiting, num_rows)
+        self._pace = Pace(target_step_s) if target_step_s else None
         self._flights: deque[Flight] = deque()
         self._last_owners: Sequence[Progress] = ()
         self._num_added = 0
@@ -145,11 +154,15 @@ class Scheduler:
         if running.leaving:
             running.resolve_leaving()
         plan_decodes(running, draft)
-        plan_prefills(running, draft, self.max_batch_tokens - draft.num_decodes)
+        plan_prefills(running, draft, self._prefill_budget(draft.num_decodes))
         if not draft.spans:
             assert not draft.copies and not draft.masks, "a copy or a mask without a span"
             return None
         return self._finish(draft)
+
+    def _prefill_budget(self, num_decodes: int) -> int:
+        left = self.max_batch_tokens - num_decodes
+        return min(left, self._pace.chunk) if self._pace is not None and self._running.decoding else left
 
     def _finish(self, draft: Draft) -> StepPlan:
         running, owners = self._running, draft.owners
@@ -178,6 +191,9 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.step == result.step, f"step {flight.step} was to come home, not {result.step}"
         self.ledger.settle(flight.step)
+        if self._pace is not None:
+            times = result.times
+            self._pace.tell(flight.num_decodes, flight.num_prefill, times.computed_s - times.began_s)
         return settle(self._running, flight, result)
 
     @property
@@ -199,6 +215,7 @@ class Scheduler:
             num_steps=running.step,
             num_preemptions=running.num_preemptions,
             kv=self.ledger.statistics(),
+            chunk_tokens=self._prefill_budget(0),
         )
 
     def check(self) -> None:
