@@ -185,7 +185,7 @@ def test_errors_name_the_field_as_written(null: Served, path: str, body: dict, p
         )
 
 
-@pytest.mark.parametrize("key", ["1_0", "٣", " 5", "5 ", "+5", "-5", "", "5.0", "0x5", "²", "9" * 5000])
+@pytest.mark.parametrize("key", ["1_0", "05", "٣", " 5", "5 ", "+5", "-5", "", "5.0", "0x5", "²", "9" * 5000])
 def test_ids_in_logit_bias_are_plain_digits(null: Served, key: str) -> None:
     null.refused(COMPLETIONS, {"prompt": "a", "logit_bias": {key: 1}}, param="logit_bias")
 
@@ -272,3 +272,27 @@ def test_a_schema_that_is_described_is_told_of() -> None:
         answer = served.post(RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", **form}}}).json()
         assert answer["usage"]["input_tokens"] == len("[s]Your answer has the form town: The town's size.[u]hi")
         json.loads(answer["output"][0]["content"][0]["text"])
+
+
+def test_fields_of_another_endpoint_are_refused_and_unknown_ones_ignored(null: Served) -> None:
+    for path, fields in (
+        (CHAT, {"prompt": "x", "max_output_tokens": 5, "input": "x", "suffix": "x", "instructions": "x"}),
+        (COMPLETIONS, {"max_completion_tokens": 5, "messages": HI, "tools": [], "top_logprobs": 2}),
+        (RESPONSES, {"max_tokens": 5, "messages": HI, "response_format": {"type": "json_object"}, "stop": "x", "n": 2}),
+    ):
+        for name, value in fields.items():
+            assert null.refused(path, {**BASE[path], name: value}, param=name)["code"] == "unsupported_value"
+            assert null.post(path, {**BASE[path], name: None}).status_code == 200
+        assert null.post(path, {**BASE[path], "unheard_of": {"a": 1}}).status_code == 200
+
+
+def test_special_tokens_are_added_unless_unwanted() -> None:
+    with serving(source={"add_bos": True}, max_model_len=128) as served:
+        options = {"max_tokens": 1, "return_token_ids": True}
+        with_bos, without = served.complete("hi", **options), served.complete("hi", add_special_tokens=False, **options)
+        assert with_bos["prompt_token_ids"] == [1, *without["prompt_token_ids"]]
+        several = served.complete(["hi", "ho"], add_special_tokens=False, **options)
+        assert [len(choice["prompt_token_ids"]) for choice in several["choices"]] == [2, 2]
+        assert several["choices"][0]["prompt_token_ids"] == without["prompt_token_ids"]
+        served.refused("/tokenize", {"messages": HI, "add_special_tokens": True}, param="add_special_tokens")
+        served.refused("/tokenize", {"prompt": "a", "add_generation_prompt": True}, param="add_generation_prompt")

@@ -12,7 +12,7 @@ from tandem.serve.refusals import CHAT, COMPLETIONS, STREAM_OPTIONS, check_metad
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation, JsonSchemaFormat, ResponseFormat
 
 MAX_CONSTRAINT_BYTES = 64 * 1024
-MAX_DIGITS = 10
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 FORMAT_FIELDS = ("json_schema", "regex", "choice", "grammar")
 FORMAT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Fields with the meaning and name that SamplingParams has.
@@ -103,8 +103,8 @@ def _build(values: dict[str, Any], words: dict[str, str]) -> SamplingParams:
 
 
 def _token_id(key: str) -> int:
-    """The id, written in plain digits: int() alone also takes " 5", "+5", "1_0" and other alphabets' digits."""
-    if not (key.isascii() and key.isdigit()) or len(key) > MAX_DIGITS:
+    """The id, written plainly: int() alone also takes " 5", "+5", "05", "1_0" and other alphabets' digits."""
+    if not TOKEN_ID.fullmatch(key):
         raise RequestError(f"logit_bias names {key!r:.80}, which is no token id.", param="logit_bias")
     return int(key)
 

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
+from tandem.serve.schema import MISPLACED
 
 Body = TypeVar("Body")
 # Fields whose name stands in the errors about them.
@@ -87,9 +88,12 @@ def response_of(error: Exception) -> Response:
 
 
 def decode(raw: bytes, kind: type[Body]) -> Body:
-    """Decode one body; null at the top level of an object counts as not given."""
+    """Decode one body; null at the top level of an object counts as not given. Unknown fields are ignored, but those
+    of another endpoint are refused: whoever sends them counts on them."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        body = msgspec.json.decode(raw, type=kind)
+        misplaced = MISPLACED.get(kind, frozenset())
+        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]) if misplaced else {}
     except msgspec.ValidationError as error:
         path = re.search(r"`\$\.?([^`]*)`$", str(error))
         param = re.split(r"[.\[]", path.group(1))[0] if path and path.group(1) else None
@@ -102,3 +106,10 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise RequestError(f"the body is no valid JSON: {reason}.", code="invalid_json") from None
+    for name in misplaced.intersection(given):
+        if bytes(given[name]) != b"null":
+            raise RequestError(
+                f"{name} is no field of this endpoint.", param=name, code="unsupported_value",
+                hint="it belongs to another one of /v1/chat/completions, /v1/completions and /v1/responses.",
+            )  # fmt: skip
+    return body

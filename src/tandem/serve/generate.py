@@ -42,6 +42,7 @@ class Job:
 
     make_reply         makes the answer of the submitted prompts.
     constraint_param   the field that asked for the grammar, to be named when it turns out to be wrong.
+    adds_special       prompts that are text get what the tokenizer adds, its begin-of-sequence token for one.
     """
 
     body: Generation
@@ -52,6 +53,7 @@ class Job:
     journey: Journey
     echo: bool = False
     constraint_param: str | None = None
+    adds_special: bool = True
 
 
 async def chat(request: Request) -> ASGIApp:
@@ -145,7 +147,7 @@ async def completions(request: Request) -> ASGIApp:
     tokens = service.engine.text
     job = Job(
         body, params, prompts, lambda asks, show: CompletionReply(asks, model, tokens, show, echo=echo), show, journey,
-        echo, constraint_field(body),
+        echo, constraint_field(body), body.add_special_tokens is not False,
     )  # fmt: skip
     return await answer(request, service, job)
 
@@ -240,7 +242,7 @@ async def _encoded(service: Service, job: Job) -> list[Sequence[int]]:
                 f"the prompt has {len(prompt)} tokens; the context limit is {card.max_length}.",
                 param="prompt", hint="shorten the prompt.",
             )  # fmt: skip
-        ids = await service.engine.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = await service.engine.encode(prompt, job.adds_special) if isinstance(prompt, str) else prompt
         EngineRequest("", ids, job.params, card.eos_ids).check(card.num_logits, card.max_length)
         encoded.append(ids)
         await asyncio.sleep(0)  # many short prompts together are a long one

@@ -81,6 +81,10 @@ async def tokenize(request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages.", param="prompt")
+    if body.messages is not None and body.add_special_tokens:
+        raise RequestError("messages get the template's tokens and no others.", param="add_special_tokens")
+    if body.messages is None and body.add_generation_prompt is not None:
+        raise RequestError("add_generation_prompt is for messages.", param="add_generation_prompt")
     if body.messages is not None:
         add = body.add_generation_prompt is not False
         messages = await understood(body.messages, service.engine.card)

@@ -148,7 +148,7 @@ class Reply:
             "choices": [self._complete(choice) for choice in self.choices.values()],
             "usage": self.usage(),
         }
-        if self.show.token_ids:
+        if self.show.token_ids and len(self.asks) == 1:
             body["prompt_token_ids"] = list(self.asks[0].stream.prompt_token_ids)
         return body | await self.explanation()
 
@@ -232,6 +232,8 @@ class Reply:
             body["prompt_logprobs"] = prompt_entries(self.tokens, self.prompt_entries_of(choice))
         if self.show.token_ids:
             body["token_ids"] = choice.token_ids
+            if len(self.asks) > 1:
+                body["prompt_token_ids"] = list(self.ask_of(choice).stream.prompt_token_ids)
         return body
 
     def entries_of(self, choice: Choice) -> list[TokenLogprobs]:

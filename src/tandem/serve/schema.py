@@ -251,3 +251,9 @@ class ResponsesRequest(Struct, kw_only=True):
     cache_salt: str | None = None
     explain: bool | None = None
     timeout_s: float | None = None
+
+
+# What each generating endpoint would not understand, though others do: refused rather than ignored as the unknown is.
+_GENERATING = (ChatRequest, CompletionRequest, ResponsesRequest)
+_KNOWN = frozenset(name for kind in _GENERATING for name in kind.__struct_fields__)
+MISPLACED: dict[type, frozenset[str]] = {kind: _KNOWN.difference(kind.__struct_fields__) for kind in _GENERATING}
