@@ -75,6 +75,25 @@ async def test_what_is_not_read_is_merged_also_with_several_prompts() -> None:
     assert all(ask.stream.aborted and ask.stream.inbox.on_news is None for ask in asks)
 
 
+async def test_thousands_of_answers_at_once_leave_the_loop_to_others() -> None:
+    asks = asks_of(2000)
+    for ask in asks:
+        ask.stream.inbox.feed(Update(0, "a", [1]))
+        ask.stream.inbox.end(None)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.ensure_future(others())
+    found = [ask.first_index async for ask, _ in updates_of(asks)]
+    other.cancel()
+    assert found == list(range(2000)) and turns >= 2000 // 64
+
+
 async def test_a_reader_that_waits_is_woken_once_for_each_piece_of_news() -> None:
     (ask,) = asks_of(1)
     tap, found = Watching(), []

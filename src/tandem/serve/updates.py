@@ -15,6 +15,7 @@ from tandem.errors import GrammarError, RequestError, TandemError
 from tandem.serve.reply import Ask
 
 OF_A_FIELD = ("invalid_value", GrammarError.code)
+MAX_AT_ONCE = 64
 
 
 class Watcher(Protocol):
@@ -58,6 +59,7 @@ class Updates:
         self._left = len(asks)
         self._waiter: asyncio.Future[None] | None = None
         self._begun = self._closed = False
+        self._num_at_once = 0
         self._made_s = asyncio.get_running_loop().time()
 
     def __aiter__(self) -> Self:
@@ -67,11 +69,16 @@ class Updates:
         try:
             if not self._begun:
                 self._begin()
+            if self._num_at_once == MAX_AT_ONCE:
+                self._num_at_once = 0
+                await asyncio.sleep(0)  # one request with thousands of answers is not alone
+            self._num_at_once += 1
             while True:
                 if self._ready and (item := self._take()) is not None:
                     return item
                 if not self._left or self._closed:
                     raise StopAsyncIteration
+                self._num_at_once = 1
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
         except StopAsyncIteration:
