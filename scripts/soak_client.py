@@ -39,7 +39,7 @@ class Listener(asyncio.Protocol):
     def __init__(self, tally: Tally, tokens: int, end_s: float) -> None:
         body = {"prompt": "count", "max_tokens": tokens, "ignore_eos": True, "stream": True}
         data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\nContent-Length: "
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
         self.question = f"{head}{len(data)}\r\n\r\n".encode() + data
         self.tally, self.end_s, self.expected = tally, end_s, SCRIPT[:tokens].encode()
         self.last_words = (b'"completion_tokens":%d,' % tokens, b"data: [DONE]")
