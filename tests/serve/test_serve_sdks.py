@@ -73,6 +73,32 @@ def test_openai_tools(client: OpenAI) -> None:
     assert client.chat.completions.create(model="tiny", messages=answered, tools=TOOLS, max_tokens=3)
 
 
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+
+
+@pytest.mark.model
+def test_openai_strict_tools_are_free_to_be_called_and_bound_when_they_are(client: OpenAI) -> None:
+    """pydantic_function_tool sends strict: true; the choice is the model's, the arguments' shape is not."""
+    tool = openai.pydantic_function_tool(Weather)
+    assert tool["function"]["strict"] is True
+    options = {"model": "tiny", "messages": HI, "tools": [tool], "temperature": 0, "max_tokens": 90}
+    plain = client.chat.completions.create(**{**options, "tools": []})
+    free = client.chat.completions.parse(**{**options, "max_tokens": 400})
+    assert plain.choices[0].message.content and free.choices[0].finish_reason in ("stop", "tool_calls")
+    # beside a form, which this model does not follow by itself, it answers by a call or by the form
+    formed = client.chat.completions.create(
+        **options, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
+    )
+    message = formed.choices[0].message
+    if message.tool_calls:
+        assert Weather.model_validate_json(message.tool_calls[0].function.arguments)
+    else:
+        assert message.content in ("1", "2")
+
+
 @pytest.mark.model
 def test_openai_structured(client: OpenAI) -> None:
     parsed = client.chat.completions.parse(
@@ -183,6 +209,8 @@ def test_c14_the_sdk_sees_no_keep_alive() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_langchain(model: Served) -> None:
     chat_models = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import AIMessage, HumanMessage
+
     llm = chat_models.ChatOpenAI(
         base_url=f"{model.url}/v1",
         api_key="none",
@@ -199,6 +227,9 @@ def test_langchain(model: Served) -> None:
     assert any(chunk.usage_metadata for chunk in chunks)
     called = llm.bind_tools(TOOLS, tool_choice="weather").invoke("The weather in Rome?")
     assert called.tool_calls[0]["name"] == "weather" and called.tool_calls[0]["args"]["city"] in ("Paris", "Rome")
+    assert llm.bind_tools([Weather], strict=True).invoke("Say hello.", max_tokens=8)
+    talk = [("human", "Hi"), AIMessage("Hello.", name="agent"), HumanMessage("So?", name="ann")]
+    assert llm.invoke(talk, max_tokens=3).content
     town = llm.with_structured_output(Town, method="json_schema").invoke("A town.")
     assert isinstance(town, Town)
     scored = llm.bind(logprobs=True, top_logprobs=1).invoke("Hi")
