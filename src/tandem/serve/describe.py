@@ -57,11 +57,14 @@ ERRORS = {
     "401": "an API key is needed",
     "404": "there is no such model, route or request",
     "405": "the route does not take this method",
+    "408": "the header or the body did not come in time",
     "413": "the body is too large",
-    "415": "the body is not application/json",
+    "415": "the body is not plain application/json in UTF-8",
+    "421": "the Host header names another server",
     "429": "the server has too much to do; see Retry-After",
+    "431": "the header is too large",
     "500": "the server failed",
-    "503": "the server is draining, or its engine has stopped",
+    "503": "the server is full or draining, or its engine has stopped",
     "504": "the request's time is over",
 }
 
