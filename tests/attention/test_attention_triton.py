@@ -170,3 +170,4 @@ def test_num_splits_follow_batch_and_length():
     assert backend.num_splits(1, 512, keys) == 8
     assert backend.num_splits(1, 100_000, keys) == 64
     assert backend.num_splits(1, 20, keys) == 1
+    assert [backend.num_splits(n, 2048, keys, True) for n in (256, 128, 64, 32, 8, 1)] == [1, 2, 2, 4, 16, 32]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import DeviceMemoryError
 from tandem.runner.clock import WINDOW, DeviceClock, Timekeeper
-from tandem.runner.graphs import MOST_PADDING, GraphKey, Graphs, Lanes, buckets_up_to
+from tandem.runner.graphs import MOST_PADDING, GraphKey, Graphs, Lanes, buckets_up_to, is_uneven
 from tandem.runner.memory import SLACK_BYTES, MemoryFacts, cache_blocks
 from tandem.runner.outcome import Drawn
 from tandem.runner.slots import Slot
@@ -141,3 +141,8 @@ def test_a_slot_sends_in_one_copy_grows_and_fetches():
     slot.fetch(3, Drawn(None))
     slot.wait()
     assert slot.tokens(3) == [0, 1, 2]
+
+
+def test_uneven_spans_are_those_whose_longest_stands_out() -> None:
+    assert not is_uneven(np.array([], dtype=np.int32)) and not is_uneven(np.array([7]))
+    assert not is_uneven(np.array([1000, 1010, 990])) and is_uneven(np.array([100, 400, 250]))

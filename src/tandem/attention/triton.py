@@ -40,14 +40,14 @@ class TritonAttention:
             self._prefill(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
         return out_THD
 
-    def num_splits(self, num_decodes: int, max_length: int, keys_NPKD: Tensor) -> int:
+    def num_splits(self, num_decodes: int, max_length: int, keys_NPKD: Tensor, is_uneven: bool = False) -> int:
         """How many programs share a (span, KV head); part of the key of a captured graph."""
         from tandem.kernels.attention_decode import num_splits_for, tile_size
 
         num_kv_heads, head_dim = keys_NPKD.shape[2:]
         return num_splits_for(
             num_decodes * num_kv_heads, max_length, tile_size(head_dim, keys_NPKD.element_size()),
-            num_multiprocessors(self.device),
+            num_multiprocessors(self.device), is_uneven,
         )  # fmt: skip
 
     def _decode(
@@ -65,7 +65,8 @@ class TritonAttention:
                 out_THD, self.scratch, shape.scale, shape.window, shape.softcap,
             )  # fmt: skip
             return
-        splits = self.num_splits(num, min(batch.max_length, shape.window or batch.max_length), keys_NPKD)
+        longest = min(batch.max_length, shape.window or batch.max_length)
+        splits = self.num_splits(num, longest, keys_NPKD, batch.is_uneven)
         decode_attention(
             queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
             shape.window, shape.softcap, order_S=batch.order_S,

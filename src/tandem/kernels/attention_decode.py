@@ -198,9 +198,16 @@ def tile_size(head_dim: int, item_bytes: int) -> int:
     return min(max(16384 // (next_power_of_2(head_dim) * item_bytes), 32), 128)
 
 
-def num_splits_for(num_groups: int, max_length: int, tile: int, num_multiprocessors: int) -> int:
-    """How many programs share one (span, KV head): enough for about four a multiprocessor, each two tiles or more."""
+def num_splits_for(
+    num_groups: int, max_length: int, tile: int, num_multiprocessors: int, is_uneven: bool = False
+) -> int:
+    """How many programs share one (span, KV head): enough for about four a multiprocessor, each two tiles or more.
+
+    is_uneven: twice as many between a quarter of a program and eight a multiprocessor, where long spans end alone.
+    """
     wanted = next_power_of_2(max(4 * num_multiprocessors // max(num_groups, 1), 1) + 1) // 2
+    if is_uneven and num_multiprocessors <= 4 * num_groups <= 32 * num_multiprocessors:
+        wanted *= 2
     return max(1, min(wanted, next_power_of_2(triton.cdiv(max_length, tile)), 64))
 
 

@@ -26,7 +26,7 @@ from tandem.runner.batch import Layout, Packed, Packer, num_single
 from tandem.runner.clock import Timekeeper
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
-from tandem.runner.graphs import GraphKey, Graphs, Lanes, longest_first
+from tandem.runner.graphs import GraphKey, Graphs, Lanes, is_uneven, longest_first
 from tandem.runner.outcome import Drawn, settle
 from tandem.runner.rows import DeviceRows
 from tandem.runner.slots import Slot
@@ -74,8 +74,8 @@ class CudaRunner:
         self._times = Timekeeper(streams, depth)
         self._num_submitted = self._num_collected = self._num_failed = 0
         self._num_lanes_run = self._num_lanes_padded = 0
-        self._path, self._windows = GREEDY, _windows(model.spec)
-        self._known_splits: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._path, self._is_uneven, self._windows = GREEDY, False, _windows(model.spec)
+        self._known_splits: dict[tuple[int, int, bool], tuple[int, ...]] = {}
 
     @classmethod
     def create(cls, spec: Any, source: Any, resolved: Resolved, *, num_tokens: int | None = None) -> "CudaRunner":
@@ -142,6 +142,7 @@ class CudaRunner:
             self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
             numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)
             if packed.decode:
+                self._is_uneven = is_uneven(layout.lengths_S)
                 arrays |= Lanes.arrays(self._size_of(packed), layout.rows_S, layout.starts_S, numbers)
             else:
                 arrays |= _span_arrays(layout, num_single(packed.plan.spans), numbers)
@@ -175,7 +176,8 @@ class CudaRunner:
     def _decode_step(self, packed: Packed) -> Drawn:
         size, num_spans = self._size_of(packed), packed.num_spans
         bound = max(SHORTEST_BOUND, 1 << (packed.max_length - 1).bit_length())
-        key = GraphKey(size, self._path, self._splits(size, bound))
+        splits = self._splits(size, bound, self._is_uneven)
+        key = GraphKey(size, self._path, splits, self._is_uneven and splits != self._splits(size, bound))
         if self._uses_graphs:
             self._num_lanes_run += size
             self._num_lanes_padded += size - num_spans
@@ -195,7 +197,7 @@ class CudaRunner:
     def _decode(self, key: GraphKey, max_length: int) -> None:
         """One decode step over the lanes, from state on the device alone: what a graph holds."""
         lanes, size = self._lanes, key.bucket
-        batch = lanes.batch(size, max_length)
+        batch = lanes.batch(size, max_length, key.is_uneven)
         advance(
             lanes.rows_S[:size], lanes.starts_S[:size], self._rows.last_R, self._rows.tables_RB,
             self._cache.block_size, self._turn_1, self.depth, batch.ids_T, batch.positions_T, batch.slots_T,
@@ -214,7 +216,7 @@ class CudaRunner:
         self._turn_1.fill_(slot.index)
         if not packed.num_spans:
             return Drawn(None)
-        layout, block_size = packed.layout, self._cache.block_size
+        layout, block_size, num_decodes = packed.layout, self._cache.block_size, num_single(packed.plan.spans)
         assert layout is not None
         batch = Batch(
             ids_T=sent["ids"],
@@ -226,11 +228,12 @@ class CudaRunner:
                 (packed.num_spans, -(-packed.max_length // block_size)), dtype=torch.int32, device=sent["ids"].device
             ),
             sampled_R=sent["sampled"],
-            num_decodes=num_single(packed.plan.spans),
+            num_decodes=num_decodes,
             max_query=packed.max_query,
             max_length=packed.max_length,
             host_spans=[(span.start, span.length) for span in packed.plan.spans],
             order_S=sent.get("order"),
+            is_uneven=is_uneven(layout.lengths_S[:num_decodes]),
         )
         spread(
             batch.ids_T, sent["rows_T"], batch.positions_T, sent["rows_S"], batch.lengths_S, self._rows.last_R,
@@ -248,16 +251,16 @@ class CudaRunner:
         if drawn.tokens_R is not None:
             finish(drawn.tokens_R, hidden_RE, rows_R, self._rows.last_R, self._home_DR, self._turn_1)
 
-    def _splits(self, size: int, bound: int) -> tuple[int, ...]:
+    def _splits(self, size: int, bound: int, uneven: bool = False) -> tuple[int, ...]:
         """What the attention backend bakes into a graph: its splits, or else the bound itself."""
-        found = self._known_splits.get((size, bound))
+        found = self._known_splits.get((size, bound, uneven))
         if found is None:
             found = (bound,)
             num_splits = getattr(self._backend, "num_splits", None)
             if num_splits is not None and not getattr(self._backend, "deterministic", False):
                 keys_NPKD = self._cache.keys[0]
-                found = tuple(num_splits(size, min(bound, window or bound), keys_NPKD) for window in self._windows)
-            self._known_splits[size, bound] = found
+                found = tuple(num_splits(size, min(bound, w or bound), keys_NPKD, uneven) for w in self._windows)
+            self._known_splits[size, bound, uneven] = found
         return found
 
     def _without_newest(self, packed: Packed) -> Packed:

@@ -22,6 +22,7 @@ from tandem.runner.streams import Streams
 log = logging.getLogger("tandem.runner")
 
 MOST_PADDING = 0.15
+UNEVEN = 1.15
 NARROW = ("temperatures", "top_ks", "top_ps", "min_ps")
 
 
@@ -43,12 +44,21 @@ def longest_first(lengths_S: np.ndarray) -> np.ndarray:
     return np.argsort(-lengths_S.astype(np.int64), kind="stable")
 
 
+def is_uneven(lengths_S: np.ndarray) -> bool:
+    """The longest of these is much longer than their mean; while all of them grow, that wears off."""
+    return len(lengths_S) > 0 and float(lengths_S.max()) > UNEVEN * float(lengths_S.mean())
+
+
 class GraphKey(NamedTuple):
-    """All that a graph bakes in: spans, how they sample, and the attention's splits (see length_key)."""
+    """All that a graph bakes in: spans, how they sample, the attention's splits, and whether they are for uneven spans.
+
+    is_uneven is False where that makes no difference.
+    """
 
     bucket: int
     path: str
     splits: tuple[int, ...]
+    is_uneven: bool = False
 
 
 @dataclass(slots=True)
@@ -124,7 +134,7 @@ class Lanes:
             if name in sent:
                 lanes[: sent[name].shape[0], : sent[name].shape[1]].copy_(sent[name])
 
-    def batch(self, size: int, max_length: int) -> Batch:
+    def batch(self, size: int, max_length: int, is_uneven: bool = False) -> Batch:
         """The first lanes as a Batch of one token each."""
         return Batch(
             ids_T=self.ids_S[:size],
@@ -138,6 +148,7 @@ class Lanes:
             max_query=1,
             max_length=max_length,
             order_S=self.order_S[:size],
+            is_uneven=is_uneven,
         )
 
 
