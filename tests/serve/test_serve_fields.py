@@ -27,6 +27,7 @@ from openai.types.shared_params.response_format_json_schema import JSONSchema
 from serve_drive import Served, serving
 
 from tandem.serve import refusals, schema
+from tandem.serve.accept import Limits, completion_params
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
@@ -296,3 +297,37 @@ def test_special_tokens_are_added_unless_unwanted() -> None:
         assert several["choices"][0]["prompt_token_ids"] == without["prompt_token_ids"]
         served.refused("/tokenize", {"messages": HI, "add_special_tokens": True}, param="add_special_tokens")
         served.refused("/tokenize", {"prompt": "a", "add_generation_prompt": True}, param="add_generation_prompt")
+
+
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"instructions": "x", "input": [*HI, {"role": "boss", "content": "x"}]}, "input", "input[1] has the role"),
+        ({"instructions": "x", "input": [{"type": "reasoning", "summary": []}, {"role": "user", "content": 5}]},
+         "input", "input[1] has a content"),
+        ({"input": [*HI, {**CALL_ITEM, "arguments": "{"}]}, "input", "input[1] has a tool call whose arguments"),
+        ({"input": [*HI, {**CALL_ITEM, "call_id": "", "arguments": "{}"}]}, "input", "input[1].tool_calls[0].id"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "reasoning alone"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema is missing"),
+        ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text", "text.format.name is"),
+    ],
+)  # fmt: skip
+def test_paths_in_errors_are_those_of_the_body(null: Served, body: dict, param: str, words: str) -> None:
+    error = null.refused(RESPONSES, {**BASE[RESPONSES], **body}, param=param)
+    assert words in error["message"] and "messages" not in error["message"]
+
+
+def test_tool_choices_that_are_not_offered(null: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "x"}}]
+    for choice in ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}, {"type": "function"}):
+        error = null.refused(CHAT, {**BASE[CHAT], "tools": tools, "tool_choice": choice}, param="tool_choice")
+        assert choice["type"] in error["message"]
+
+
+def test_many_stop_tokens_are_no_more_than_the_vocabulary_has(null: Served) -> None:
+    null.complete("a", max_tokens=3, ignore_eos=True, stop_token_ids=[5, 6] * 50_000)
+    body = schema.CompletionRequest(prompt="a", stop_token_ids=[6, 5, 6, 5])
+    assert completion_params(body, {}, Limits()).stop_token_ids == (6, 5)

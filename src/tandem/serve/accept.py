@@ -77,6 +77,8 @@ def _shared(body: Generation, defaults: dict[str, Any], limits: Limits) -> dict[
     check_metadata(body.metadata)
     values: dict[str, Any] = dict(defaults)
     values.update({name: getattr(body, name) for name in DIRECT if getattr(body, name) is not None})
+    if body.stop_token_ids:
+        values["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids))  # so that the vocabulary bounds them
     if body.max_tokens is not None:
         values["max_tokens"] = body.max_tokens
     if body.stop is not None:

@@ -3,6 +3,7 @@
 It knows how the two APIs differ in words; what they share is done by ``generate``. Nothing is stored.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, TandemError
 from tandem.serve.bodies import read_json
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
@@ -45,18 +46,37 @@ async def responses(request: Request) -> ASGIApp:
     body = await read_json(request, ResponsesRequest, service.limits.body_bytes)
     service.check_open()
     refuse(body, RESPONSES)
+    places: list[str] = []
     try:
-        asked = as_chat(body)
+        asked = as_chat(body, places)
         job = await chat_job(service, asked, journey, lambda *a: ResponsesReply(*a, body=body))
         if job.constraint_param == "response_format":
             job.constraint_param = "text"
         return await answer(request, service, job)
     except RequestError as error:
-        raise reworded(error, WORDS) from None
+        raise _in_our_words(reworded(error, WORDS), places) from None
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same request in the chat API's words. Raises RequestError for what needs state or is not offered."""
+def _in_our_words(error: RequestError, places: Sequence[str]) -> RequestError:
+    """The same error, naming paths as they are in this body. places: where each chat message comes from."""
+
+    def place(found: "re.Match[str]") -> str:
+        number = int(found[1])
+        return places[number] if number < len(places) else found[0]
+
+    if error.param not in ("input", "text"):
+        return error
+    what = re.sub(r"\bmessages\[(\d+)\]", place, error.what)
+    what = re.sub(r"\bresponse_format(\.json_schema)?\b", "text.format", what)
+    TandemError.__init__(error, what, hint=error.hint)
+    return error
+
+
+def as_chat(body: ResponsesRequest, places: list[str]) -> ChatRequest:
+    """The same request in the chat API's words. Raises RequestError for what needs state or is not offered.
+
+    places   is filled with the path of what each message comes from.
+    """
     include = body.include or []
     for name in include:
         if name != LOGPROBS:
@@ -74,7 +94,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         refuse(body.text, TEXT, param="text", path="text.")
     logprobs = LOGPROBS in include or bool(body.top_logprobs)
     return ChatRequest(
-        model=body.model, messages=messages_of(body), stream=body.stream, temperature=body.temperature,
+        model=body.model, messages=messages_of(body, places), stream=body.stream, temperature=body.temperature,
         top_p=body.top_p, max_completion_tokens=body.max_output_tokens, user=body.user, store=body.store,
         service_tier=body.service_tier, parallel_tool_calls=body.parallel_tool_calls,
         tools=_tools(body), tool_choice=_tool_choice(body), response_format=_format(body),
@@ -118,12 +138,14 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(wanted.type, form)
 
 
-def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """instructions and input as chat messages. Raises RequestError naming the item."""
+def messages_of(body: ResponsesRequest, places: list[str]) -> list[dict[str, Any]]:
+    """instructions and input as chat messages. Raises RequestError naming the item. places: see as_chat."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
+        places.append("instructions")
     if isinstance(body.input, str):
+        places.append("input")
         return [*messages, {"role": "user", "content": body.input}]
     if not body.input:
         raise RequestError("input is an empty list.", param="input")
@@ -141,6 +163,9 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
             last["tool_calls"] += message["tool_calls"]
         else:
             messages.append(message)
+            places.append(f"input[{place}]")
+    if not messages:
+        raise RequestError("input holds reasoning alone; a message is needed.", param="input")
     return messages
 
 

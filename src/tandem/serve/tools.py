@@ -175,9 +175,14 @@ def _forced(choice: object, tools: Sequence[FunctionTool]) -> list[FunctionTool]
     if choice == "required":
         return list(tools)
     assert isinstance(choice, NamedToolChoice)
-    name = choice.function.name if choice.function is not None else None
+    if choice.type != "function" or choice.function is None:
+        raise RequestError(
+            f"tool_choice is of type {choice.type!r:.80}; it must be function, and name one.",
+            param="tool_choice", code="unsupported_value",
+        )  # fmt: skip
+    name = choice.function.name
     wanted = [tool for tool in tools if tool.name == name]
-    if choice.type != "function" or not wanted:
+    if not wanted:
         raise RequestError(f"tool_choice names {name!r}, which is not among tools.", param="tool_choice")
     return wanted
 
