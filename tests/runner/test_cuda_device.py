@@ -133,3 +133,15 @@ def test_started_with_random_weights_it_sizes_its_cache():
     assert runner.facts.num_blocks * spec.kv_bytes_per_token(2) * 16 > 0.3 * total
     driven = Drive([("a", [1, 2, 3], greedy(8))], 16, 64, 16)
     assert len(driven.run(runner)["a"]) == 8
+
+
+def test_a_second_slot_takes_no_second_set_of_graphs():
+    taken = []
+    for depth in (1, 2, 3):
+        runner = make("cuda", depth=depth)
+        runner.warm_up((GREEDY, PLAIN), 60.0)
+        found = runner.statistics()
+        taken.append((found["graphs"], found["graph_pool_bytes"]))
+        runner.close()
+    assert taken[0][0] > 10 and len({graphs for graphs, _ in taken}) == 1
+    assert max(num_bytes for _, num_bytes in taken) <= 1.1 * taken[0][1], taken

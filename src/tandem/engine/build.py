@@ -81,7 +81,9 @@ class Built:
 
     def lines(self) -> list[str]:
         """The start banner."""
-        return sizing.banner(self.source.name, self.resolved, self.shape, self.runner.facts)
+        phases = ", ".join(f"{name.removeprefix('runner: ')} {seconds:.2f}" for name, seconds in self.phases_s.items())
+        banner = sizing.banner(self.source.name, self.resolved, self.shape, self.runner.facts)
+        return [*banner, f"{'start-up, s':<24} {phases}"]
 
     def card(self) -> Card:
         source, settings, facts = self.source, self.resolved.settings, self.runner.facts

@@ -317,6 +317,7 @@ class CudaRunner:
             "steps": self._num_collected,
             "graphs": len(self._graphs),
             "graph_capture_s": self._graphs.capture_s,
+            "graph_pool_bytes": self._graphs.pool_bytes,
             "graph_rows": self._num_lanes_run,
             "graph_padding_rows": self._num_lanes_padded,
             "out_of_memory": self._num_failed,

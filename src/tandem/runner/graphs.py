@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from tandem.attention.contract import Batch
+from tandem.kernels.launch import compile_ahead
 from tandem.runner.device_sampling import NUMBERS
 from tandem.runner.streams import Streams
 
 log = logging.getLogger("tandem.runner")
 
+COMPILED = (1, 2, 8, 16, 32, 64, 128, 256)  # batches whose kernels are compiled side by side; the others share them
 MOST_PADDING = 0.15
 UNEVEN = 1.15
 NARROW = ("temperatures", "top_ks", "top_ps", "min_ps")
@@ -157,7 +159,8 @@ class Graphs:
     """Captured decode steps by key.
 
     run          starts one decode step on the compute stream: run(key, max_length).
-    limit        most spans of a step.          captures  seconds spent on capturing.
+    limit        most spans of a step.          capture_s  seconds spent on capturing.
+    pool_bytes   device memory that captures took: of their common pool, whatever the number of slots.
     num_failed   captures that ran out of memory; those steps run without a graph.
     """
 
@@ -165,6 +168,7 @@ class Graphs:
     run: Callable[[GraphKey, int], None]
     limit: int
     capture_s: float = 0.0
+    pool_bytes: int = 0
     num_failed: int = 0
     buckets: list[int] = field(init=False)
     _replays: dict[GraphKey, Callable[[], None] | None] = field(default_factory=dict)
@@ -186,7 +190,7 @@ class Graphs:
             self._capture(key, max_length)
 
     def _capture(self, key: GraphKey, max_length: int) -> None:
-        began_s = time.perf_counter()
+        began_s, reserved = time.perf_counter(), self.streams.reserved_bytes()
         try:
             self._replays[key] = self.streams.capture(lambda: self.run(key, max_length))
         except torch.OutOfMemoryError:
@@ -194,6 +198,7 @@ class Graphs:
             self.num_failed += 1
             log.warning("no memory for the graph of %s; these steps run without one", key)
         self.capture_s += time.perf_counter() - began_s
+        self.pool_bytes += self.streams.reserved_bytes() - reserved
 
     def prepare(self, keys: Sequence[tuple[GraphKey, int]], most_s: float) -> int:
         """Capture these, in this order (largest first), for at most so many seconds. Returns how many there are now.
@@ -202,6 +207,11 @@ class Graphs:
         all padding, so that nothing is written.
         """
         began_s = time.perf_counter()
+        if self.streams.device.type == "cuda":
+            with compile_ahead():
+                for key, max_length in keys:
+                    if key.bucket in COMPILED:
+                        self.run(key, max_length)
         for key, max_length in keys:
             if time.perf_counter() - began_s > most_s:
                 break

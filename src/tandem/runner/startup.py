@@ -1,9 +1,10 @@
 """From a model's source to a GPU runner: load, measure, size the cache, capture. It knows settings; not who asks.
 
-load weights ─► run the largest step once, measured ─► the KV cache gets the rest ─► compile and capture
+load weights ─► compile ─► run the largest step once, measured ─► the KV cache gets the rest ─► compile and capture
 """
 
 import time
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from tandem.attention.choice import attention_backend
 from tandem.attention.contract import AttentionBackend, Batch, KVCache
 from tandem.config import Resolved, Settings
 from tandem.errors import DeviceMemoryError
+from tandem.kernels.launch import compile_ahead
 from tandem.layers.linear import linear_scheme
 from tandem.models.decoder import Decoder
 from tandem.models.registry import build
@@ -25,6 +27,7 @@ from tandem.weights.load import load
 from tandem.weights.source import ModelSource
 
 CAPTURE_S = 2.5
+SHORT_STEPS = (1, 40, 200)  # tokens of prompts that are attended and multiplied by other kernels than the largest step
 GRAPH_BYTES = 2 << 20
 
 
@@ -48,6 +51,8 @@ def start(spec: ModelSpec, source: ModelSource, resolved: Resolved, num_tokens: 
         model = _load(spec, source, settings, dtype, device)
         phase("weights")
         backend = attention_backend(settings.attention, "cuda", deterministic=settings.deterministic)
+        compile_steps(model, backend, settings, dtype, num_tokens)
+        phase("compiling")
         facts = measure(model, backend, settings, dtype, num_tokens)
         phase("measuring")
         block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * settings.block_size
@@ -63,17 +68,16 @@ def start(spec: ModelSpec, source: ModelSource, resolved: Resolved, num_tokens: 
             max_tokens=settings.max_batch_tokens or num_rows, depth=settings.depth,
             uses_graphs=settings.cuda_graphs, seed=settings.seed, num_tokens=num_tokens, phases_s=phases_s,
         )  # fmt: skip
-    reserved = torch.cuda.memory_reserved(device)
     if settings.cuda_graphs:
         runner.warm_up((GREEDY, PLAIN), CAPTURE_S)
         phase("graphs")
-        torch.cuda.empty_cache()  # what the first runs of the captured steps took, so that the pool alone is counted
-    grown = torch.cuda.memory_reserved(device) - reserved
+        torch.cuda.empty_cache()  # what the first runs of the captured steps took
+    statistics = runner.statistics()
     runner.add_notes(
         f"attention: {backend.name}",
         f"memory: weights {_mib(facts.weights)}, largest step {_mib(facts.activations)}, "
         f"KV cache {_mib(num_blocks * block_bytes)}",
-        f"graphs: {runner.statistics()['graphs']} captured, {_mib(grown)} in one pool",
+        f"graphs: {statistics['graphs']} captured, {_mib(statistics['graph_pool_bytes'])} in one pool for all slots",
     )
     return runner
 
@@ -98,6 +102,24 @@ def _load(
         ) from error
     load(cast(Any, model), source, seed=settings.seed)
     return model
+
+
+def compile_steps(
+    model: Decoder, backend: AttentionBackend, settings: Settings, dtype: torch.dtype, num_tokens: int | None
+) -> None:
+    """Compile, side by side, the kernels of steps with prompts in them. A step too large for the memory is left out."""
+    device, spec = model.embedding_VE.device, model.spec
+    sampling = DeviceSampling(1, spec.num_logits, device, 0, num_tokens)
+    cache = KVCache.allocate(spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
+    largest = settings.max_batch_tokens or 1
+    with compile_ahead():
+        for tokens in sorted({*(min(tokens, largest) for tokens in SHORT_STEPS), largest}):
+            with suppress(torch.OutOfMemoryError):
+                logits_RV = model.logits(model(_largest_batch(spec, settings, tokens, 1, device), cache, backend), True)
+                for path in (GREEDY, PLAIN):
+                    numbers = {name: torch.ones(1, dtype=kind, device=device) for name, kind in NUMBERS.items()}
+                    positions_1 = torch.zeros(1, dtype=torch.int64, device=device)
+                    sampling.choose(logits_RV, None if path == GREEDY else numbers, positions_1)
 
 
 def measure(

@@ -47,6 +47,9 @@ class Streams(Protocol):
     def give_back(self) -> None:
         """Let other programs have the memory that is no longer in use."""
 
+    def reserved_bytes(self) -> int:
+        """Device memory that this process holds."""
+
     def elapsed_s(self, first: Event, second: Event) -> float:
         """Seconds between two events that have come."""
 
@@ -90,6 +93,9 @@ class CudaStreams:
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
+
+    def reserved_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.device))
 
     def elapsed_s(self, first: Event, second: Event) -> float:
         return float(first.elapsed_time(second)) / 1000.0  # type: ignore[attr-defined]
@@ -177,6 +183,9 @@ class EagerStreams:
 
     def give_back(self) -> None:
         """Nothing is kept."""
+
+    def reserved_bytes(self) -> int:
+        return 0
 
     def elapsed_s(self, first: EagerEvent, second: EagerEvent) -> float:
         return second.moment_s - first.moment_s
