@@ -251,6 +251,8 @@ def test_a_header_is_cut_off_at_its_limit(border: Process) -> None:
         assert refusal(everything(connection)) == (431, "headers_too_large")
     assert sorted(waits)[-2] < 0.3, waits
     assert statistics(border)["connections"]["malformed"] >= 1
+    shown = httpx.get(border.url + "/metrics").text
+    assert re.search(r'http_connections_refused_total\{[^}]*reason="malformed"[^}]*\} [1-9]', shown)
 
 
 @pytest.mark.parametrize("size, many, status", [(60_000, 1, 200), (70_000, 1, 431), (10, 20_000, 431)])

@@ -128,7 +128,7 @@ async def test_c28_counters_never_fall_and_all_series_are_there_from_the_start()
 
 
 def _is_constant(name: str) -> bool:
-    return any(part in name for part in ("_info", "engine_up", "kv_blocks", "http_re"))
+    return any(part in name for part in ("_info", "engine_up", "kv_blocks", "http_re", "http_connections_open"))
 
 
 @pytest.mark.parametrize("where", ["_open", "_tokens", "_end", "_close"])

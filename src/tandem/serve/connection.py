@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tandem.serve.failure import HttpError, body_of, status_of
 
-LINGER_S = 1.0
+LINGER_S = 2.0
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_PROBE_S, LAST_PROBE_S = 0.002, 5.0
 OLD_CLIENT_S = 0.1

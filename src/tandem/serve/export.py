@@ -24,6 +24,8 @@ from tandem.errors import TandemError
 from tandem.observe.metrics import Family, Histogram, Metrics, Sample
 from tandem.observe.requests import REASONS
 from tandem.observe.timeline import CAUSES
+from tandem.serve.bodies import Bodies
+from tandem.serve.connection import Border
 from tandem.serve.measure import Meter
 from tandem.serve.service import Service
 
@@ -177,6 +179,20 @@ def _counter(name: str, text: str, value: float) -> Family:
     return Family(name, "counter", text, [Sample({}, value)])
 
 
+def border_families(border: Border, bodies: Bodies) -> list[Family]:
+    """Connections and bodies; how many were turned away, and why."""
+    ended = {
+        "full": border.num_refused, "evicted": border.num_evicted, "late": border.num_late + bodies.num_late,
+        "stuck": border.num_stuck, "malformed": border.num_malformed, "bodies": bodies.num_refused,
+    }  # fmt: skip
+    return [
+        _gauge("http_connections_open", "Open connections.", len(border.open)),
+        _gauge("http_bodies_bytes", "Request bodies in memory that are read or encoded.", bodies.num_bytes),
+        Family("http_connections_refused", "counter", "Connections and bodies turned away, by reason.",
+               [Sample({"reason": reason}, value) for reason, value in ended.items()]),
+    ]  # fmt: skip
+
+
 def _gauge(name: str, text: str, value: float) -> Family:
     return Family(name, "gauge", text, [Sample({}, value)])
 
@@ -194,6 +210,7 @@ class Exporter:
             *request_families(service.meter),
             *engine_families(self.readings),
             _gauge("http_requests_open", "Requests that are being answered.", service.num_requests),
+            *border_families(service.border or Border(), service.bodies),
             _gauge("engine_up", "1 while the engine lives.", float(service.engine.error is None)),
             Family("cache_config_info", "gauge", "Always 1; what the cache is.", [Sample(cache, 1)]),
             Family("build_info", "gauge", "Always 1; which tandem this is.", [Sample({"version": __version__}, 1)]),
