@@ -22,7 +22,7 @@ from tandem.observe.timeline import Timeline
 from tandem.serve.options import ServeOptions
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-GROWTH_BYTES = 15_000  # a round, of 23 requests: two thirds of a kilobyte forgotten for each would be seen
+GROWTH_BYTES = 10_000  # a round, of 23 requests: half a kilobyte forgotten for each would be seen
 NUM_ROUNDS = int(os.environ.get("TANDEM_LEAVING_ROUNDS", "40"))
 TESTS = Path(__file__).parent.parent
 
@@ -111,10 +111,11 @@ def test_c39_clients_of_a_router_leave(stream: bool) -> None:
 
 def test_c10_rounds_of_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rounds, stream and whole, running, queued and in a prefill: maps are empty, memory flat behind them."""
-    engine = {"max_num_seqs": 2, "max_model_len": 2048, "step_s": 0.002, "max_batch_tokens": 64}
+    engine = {"max_num_seqs": 2, "max_model_len": 2048, "step_s": 0.002, "max_batch_tokens": 64, "prefix_cache": False}
     # what is kept on purpose, the newest so many of each, has its bound early
     monkeypatch.setattr(RequestLedger.__init__, "__defaults__", (64,))
     monkeypatch.setattr(Timeline.__init__, "__defaults__", (2, 64))
+    monkeypatch.setattr("tandem.serve.measure.RECENT", 64)
     with serving(ServeOptions(keep_alive=0.05), **engine) as served:
         front, journeys = served.service.engine._front, served.service.journeys
         journeys._capacity = 64
