@@ -35,22 +35,26 @@ def compare(device):
         rows_S = torch.randperm(7, device=device)[:count]
         if trial % 2:
             rows_S[random.randrange(count)] = -1
-        compare_advance(rows_S, last_R, tables_RB)
+        compare_advance(rows_S, last_R, tables_RB, embeds=trial % 3 > 0)
         compare_spread(count, last_R, tables_RB)
         compare_finish(trial, rows_S, last_R)
 
 
-def compare_advance(rows_S, last_R, tables_RB):
+def compare_advance(rows_S, last_R, tables_RB, embeds):
     from tandem.kernels import step, step_triton
 
     count, device = len(rows_S), rows_S.device
     starts_S, found = torch.randint(0, 35, (count,), device=device), []
+    embedding_VE = torch.randn(99, 1100, device=device)
     for run in (step.advance_torch, step_triton.advance_triton):
         starts, turn = starts_S.clone(), torch.tensor([1], dtype=torch.int32, device=device)
         wide = [torch.full((count,), -7, device=device) for _ in range(3)]
         lengths = torch.full((count,), -7, dtype=torch.int32, device=device)
         tables = torch.zeros((count, 9), dtype=torch.int32, device=device)
-        run(rows_S, starts, last_R, tables_RB, 4, turn, 2, *wide, lengths, tables)
+        embedded_SE = torch.full((count, 1100), 7.0, device=device)
+        extra = (embedding_VE, embedded_SE) if embeds else ()
+        run(rows_S, starts, last_R, tables_RB, 4, turn, 2, *wide, lengths, tables, *extra)
+        assert torch.equal(embedded_SE, embedding_VE[wide[0]]) if embeds else (embedded_SE == 7.0).all()
         found.append((starts, turn, *wide, lengths, used_of(tables, lengths)))
     for twin, kernel in zip(*found, strict=True):
         assert torch.equal(twin, kernel)
@@ -109,12 +113,17 @@ def compile_for(capability):
     wide, narrow = "*i64", "*i32"
     signatures = {
         step_triton._spread_kernel: [wide] * 4 + [narrow, wide, narrow, wide, narrow] + ["i32"] * 4,
-        step_triton._advance_kernel: [wide] * 3 + [narrow] * 2 + [wide] * 3 + [narrow] * 2 + ["i32"] * 3,
+        step_triton._advance_kernel: [wide] * 3
+        + [narrow] * 2
+        + [wide] * 3
+        + [narrow] * 2
+        + ["*bf16"] * 2
+        + ["i32"] * 4,
         step_triton._finish_kernel: [wide, "*bf16", wide, wide, wide, narrow] + ["i32"] * 3,
     }
     for kernel, kinds in signatures.items():
         names = kernel.arg_names
-        chosen = {name: {"P": 16, "TILE": 128}[name] for name in names[len(kinds) :]}
+        chosen = {name: {"P": 16, "TILE": 128, "PDL": 2 * (capability >= 90)}[name] for name in names[len(kinds) :]}
         signature = dict(zip(names, kinds + ["constexpr"] * len(chosen), strict=True))
         constants = {(names.index(name),): value for name, value in chosen.items()}
         target = GPUTarget("cuda", capability, 32)

@@ -152,7 +152,7 @@ def test_logprobs_and_prompt_logprobs_come_home(model):
 
 def test_out_of_memory_ends_the_newest_request_of_the_step_alone(model):
     class Hungry(torch.nn.Module):
-        spec, logits = model.spec, model.logits
+        spec, logits, embedding_VE = model.spec, model.logits, model.embedding_VE
 
         def forward(self, batch, cache, backend):
             if len(batch.ids_T) > 20:

@@ -33,6 +33,7 @@ class Batch:
     max_query, max_length   upper bounds of span length and lengths_S, known on the host.
     host_spans      (start position, length) of each span for backends that loop on the host; empty under a graph.
     order_S         the spans of one token, longest first, for backends that start in order; int64; None: unknown.
+    embedded_TE     the tokens' rows of the embedding, if whoever made the batch has looked them up; else None.
     is_uneven       the longest of the spans of one token is much longer than their mean, as far as the host knows.
     scratch         what a backend prepared for this step.
     """
@@ -50,6 +51,7 @@ class Batch:
     host_spans: list[tuple[int, int]] = field(default_factory=list)
     order_S: Tensor | None = None
     is_uneven: bool = False
+    embedded_TE: Tensor | None = None
     scratch: dict[str, object] = field(default_factory=dict)
 
 

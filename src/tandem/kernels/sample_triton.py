@@ -218,6 +218,8 @@ def _decide_kernel(
     if PDL > 0:
         gdc_wait()
     parts = tl.arange(0, STRETCHES)
+    if PDL == 2:
+        gdc_launch_dependents()
     within = parts < num_stretches
     places = row * num_stretches + parts
     tops = tl.load(floats_ptr + places * 3, within, other=NOTHING)

@@ -40,12 +40,14 @@ def spread_torch(
 def advance_torch(
     rows_S: Tensor, starts_S: Tensor, last_R: Tensor, tables_RB: Tensor, block_size: int, turn_1: Tensor,
     num_turns: int, ids_S: Tensor, positions_S: Tensor, slots_S: Tensor, lengths_S: Tensor, tables_SB: Tensor,
+    embedding_VE: Tensor | None = None, embedded_SE: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Make the batch of a pure decode step from the rows' state alone, and move on, in place.
 
     rows_S, starts_S     row (-1: padding) and position of each span's one token; starts_S += 1 for the next step.
     turn_1               int32, the slot whose turn it is: (turn + 1) mod num_turns.
-    The last five are written: ids, positions, slots [S], lengths (position + 1, int32) and tables [S, B'].
+    Written are ids, positions, slots [S], lengths (position + 1, int32) and tables [S, B']; embedded_SE too, with the
+    ids' rows of embedding_VE, if they are given.
     """
     taken_S = rows_S >= 0
     positions_S.copy_(torch.where(taken_S, starts_S, 0))
@@ -53,6 +55,8 @@ def advance_torch(
     slots_S.copy_(slots_of_torch(rows_S, positions_S, tables_RB, block_size))
     lengths_S.copy_(torch.where(taken_S, starts_S + 1, 0))
     tables_SB.copy_(tables_RB[:, : tables_SB.shape[1]][rows_S])
+    if embedding_VE is not None and embedded_SE is not None:
+        embedded_SE.copy_(embedding_VE[ids_S])
     starts_S += 1
     turn_1.add_(1).remainder_(num_turns)
 
@@ -84,6 +88,7 @@ def spread(
 def advance(
     rows_S: Tensor, starts_S: Tensor, last_R: Tensor, tables_RB: Tensor, block_size: int, turn_1: Tensor,
     num_turns: int, ids_S: Tensor, positions_S: Tensor, slots_S: Tensor, lengths_S: Tensor, tables_SB: Tensor,
+    embedding_VE: Tensor | None = None, embedded_SE: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See advance_torch. The kernel leaves the tables' entries behind the lengths as they were."""
     run = advance_torch
@@ -91,7 +96,7 @@ def advance(
         from tandem.kernels.step_triton import advance_triton as run
     run(
         rows_S, starts_S, last_R, tables_RB, block_size, turn_1, num_turns, ids_S, positions_S, slots_S, lengths_S,
-        tables_SB,
+        tables_SB, embedding_VE, embedded_SE,
     )  # fmt: skip
 
 

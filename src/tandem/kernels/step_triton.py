@@ -6,8 +6,9 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from tandem.kernels.launch import start
+from tandem.kernels.launch import options, start
 
 
 @triton.jit
@@ -49,13 +50,21 @@ def _spread_kernel(
 
 @triton.jit
 def _advance_kernel(
-    rows, starts, last, tables, turn, ids, positions, slots, lengths, span_tables, num_turns,
-    table_stride, span_stride, P: tl.constexpr, TILE: tl.constexpr,
+    rows, starts, last, tables, turn, ids, positions, slots, lengths, span_tables, embedding, embedded, num_turns,
+    table_stride, span_stride, size, P: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    # Two programs a span: one looks its token up in the embedding, if there is one, the other does all else.
     span = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + span).to(tl.int64)
-    start = tl.load(starts + span)
     taken = row >= 0
+    if tl.program_id(1) == 1:
+        token = tl.load(last + row, mask=taken, other=0)
+        for first in range(0, size, 1024):
+            columns = first + tl.arange(0, 1024)
+            x = tl.load(embedding + token * size + columns, mask=columns < size)
+            tl.store(embedded + span * size + columns, x, mask=columns < size)
+        return
+    start = tl.load(starts + span)
     position = tl.where(taken, start, 0)
     block = tl.load(tables + row * table_stride + position // P, mask=taken, other=0).to(tl.int64)
     tl.store(ids + span, tl.load(last + row, mask=taken, other=0))
@@ -71,7 +80,7 @@ def _advance_kernel(
 
 @triton.jit
 def _finish_kernel(
-    tokens, hidden, rows, last, home, turn, size, hidden_stride, home_stride, TILE: tl.constexpr
+    tokens, hidden, rows, last, home, turn, size, hidden_stride, home_stride, TILE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     num_bad = 0
@@ -79,6 +88,8 @@ def _finish_kernel(
         columns = first + tl.arange(0, TILE)
         x = tl.load(hidden + place * hidden_stride + columns, mask=columns < size, other=0.0).to(tl.float32)
         num_bad += tl.sum((tl.abs(x) < float("inf")).to(tl.int32) ^ 1)
+    if PDL > 0:  # the hidden states were there before the kernel that chooses tokens began
+        gdc_wait()
     token = tl.load(tokens + place).to(tl.int64)
     row = tl.load(rows + place).to(tl.int64)
     tl.store(last + row, tl.where(num_bad == 0, token, 0), mask=row >= 0)
@@ -103,11 +114,15 @@ def spread_triton(
 def advance_triton(
     rows_S: Tensor, starts_S: Tensor, last_R: Tensor, tables_RB: Tensor, block_size: int, turn_1: Tensor,
     num_turns: int, ids_S: Tensor, positions_S: Tensor, slots_S: Tensor, lengths_S: Tensor, tables_SB: Tensor,
+    embedding_VE: Tensor | None = None, embedded_SE: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See advance_torch."""
-    start(_advance_kernel, (len(rows_S),),
-        rows_S, starts_S, last_R, tables_RB, turn_1, ids_S, positions_S, slots_S, lengths_S, tables_SB, num_turns,
-        tables_RB.stride(0), tables_SB.stride(0), P=block_size, TILE=TILE,
+    """See advance_torch. embedding_VE and embedded_SE are contiguous."""
+    has_both = embedding_VE is not None and embedded_SE is not None
+    assert not has_both or (embedding_VE.is_contiguous() and embedded_SE.is_contiguous())
+    start(_advance_kernel, (len(rows_S), 2 if has_both else 1),
+        rows_S, starts_S, last_R, tables_RB, turn_1, ids_S, positions_S, slots_S, lengths_S, tables_SB,
+        embedding_VE if has_both else ids_S, embedded_SE if has_both else ids_S, num_turns, tables_RB.stride(0),
+        tables_SB.stride(0), embedding_VE.shape[1] if has_both else 0, P=block_size, TILE=TILE,
     )  # fmt: skip
 
 
@@ -118,5 +133,5 @@ def finish_triton(
     if len(tokens_R):
         start(_finish_kernel, (len(tokens_R),),
             tokens_R, hidden_RE, rows_R, last_R, home_DR, turn_1, hidden_RE.shape[1], hidden_RE.stride(0),
-            home_DR.stride(0), TILE=1024,
+            home_DR.stride(0), TILE=1024, **options(hidden_RE, "sample", num_warps=4),
         )  # fmt: skip

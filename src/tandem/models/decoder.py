@@ -53,7 +53,9 @@ class Decoder(nn.Module):
         Returns [R, E] behind the final norm: the rows batch.sampled_R, or all T.
         """
         backend.prepare(batch, cache.block_size)
-        hidden_TE = F.embedding(batch.ids_T, self.embedding_VE)
+        hidden_TE = batch.embedded_TE
+        if hidden_TE is None:
+            hidden_TE = F.embedding(batch.ids_T, self.embedding_VE)
         if self.spec.embedding_scale != 1.0:
             hidden_TE = hidden_TE * self.embedding_scale
         residual_TE: Tensor | None = None

@@ -201,8 +201,9 @@ class CudaRunner:
         advance(
             lanes.rows_S[:size], lanes.starts_S[:size], self._rows.last_R, self._rows.tables_RB,
             self._cache.block_size, self._turn_1, self.depth, batch.ids_T, batch.positions_T, batch.slots_T,
-            batch.lengths_S, batch.tables_SB,
+            batch.lengths_S, batch.tables_SB, self._model.embedding_VE, lanes.hidden_SE[:size],
         )  # fmt: skip
+        batch.embedded_TE = lanes.hidden_SE[:size]
         hidden_SE = self._model(batch, self._cache, self._backend)
         if key.path == GENERAL:
             lanes.hidden_SE[:size].copy_(hidden_SE)

@@ -67,6 +67,7 @@ class GraphKey(NamedTuple):
 class Lanes:
     """Static buffers of decode steps, one lane a span. rows_S -1: padding. starts_S: position of the next token.
 
+    hidden_SE holds a step's embeddings and, if sampling is not part of the graph, its last hidden states in the end.
     The names are those of Batch; numbers are what sampling needs of each lane. What the host sends lies together, in
     wide_4S (int64: rows, starts, order, seeds) and narrow_4S (32 bits: the others), so that two copies bring it all.
     """
