@@ -56,7 +56,7 @@ class ServeOptions:
         "64MiB", "limits", "memory for request bodies that are read or encoded; more get 503", unit="bytes", low=1024
     )
     max_connections: int | None = _option(
-        None, "limits", "most open connections; more get 503 (default: what the limit on descriptors allows)", low=1
+        None, "limits", "most open connections; more get 503 (default: 8192, or what descriptors allow)", low=1
     )
     max_n: int = _option(16, "limits", "most answers to one prompt", low=1, high=128)
     max_prompts: int = _option(256, "limits", "most prompts in one completion request", low=1)
@@ -87,6 +87,9 @@ class ServeOptions:
                 raise SettingError(f"{f.name} is {value!r}; it must be {bounds}.")
         if self.tls_key is not None and self.tls_certificate is None:
             raise SettingError("tls_key is given, but no certificate.", hint="add --tls-certificate FILE.")
+        for host in self.allowed_host:
+            if not host.strip() or "/" in host:
+                raise SettingError(f"allowed_host is {host!r}; it must be a name.", hint="as chat.example.org.")
         if any(not name for name in self.served_model_name):
             raise SettingError("served_model_name is empty.")
 
