@@ -200,7 +200,8 @@ def test_the_command_explains_wrong_options(capsys: pytest.CaptureFixture[str]) 
     for words, text in (
         (["--port", "70000"], "port is 70000"), (["--api-key-file", os.devnull], "holds no key"),
         (["--tls-certificate", os.devnull], "certificate"), (["--tls-key", "x"], "no certificate"),
-        (["--max-body", "many"], "no size"), (["--allowed-host", "http://x"], "must be a name"), (["--depth", "9"], "depth is 9"),
+        (["--max-body", "many"], "no size"), (["--allowed-host", "http://x"], "must be a name"),
+        (["--depth", "9"], "depth is 9"),
     ):  # fmt: skip
         assert main(["serve", *words]) == 2
         assert text in capsys.readouterr().err
