@@ -144,19 +144,27 @@ def test_deterministic_decode_equals_deterministic_prefill_bit_for_bit(window):
         assert torch.equal(got[0], whole[token])
 
 
-def test_whole_prompts_by_the_library(monkeypatch):
+@pytest.mark.parametrize("spans", [[(37, 37), (20, 20)], [(48, 48)], [(1, 9), (1, 30), (37, 37), (20, 20)]])
+def test_whole_prompts_by_the_library(spans, monkeypatch):
     from tandem.kernels import attention_library as library
 
     monkeypatch.setattr(library, "STEP", 16)
-    queries, keys, values, batch, asked = case((4, 2, 64, 16, None, None), [(37, 37), (20, 20)])
+    queries, keys, values, batch, asked = case((4, 2, 64, 16, None, None), spans)
     keys, values = keys.nan_to_num(), values.nan_to_num()
     dtype = torch.float16 if DEVICE == "cuda" else torch.float32
     queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
-    out = torch.full_like(queries, torch.nan)
-    for span, (first, length) in enumerate([(0, 37), (37, 20)]):
-        library.whole_prompt_attention(queries, keys, values, batch.tables_SB[span], first, length, out, asked.scale)
+    real, taken = library.whole_prompt_attention, []
+    monkeypatch.setattr(library, "is_worth_it", lambda start, *_: start == 0)
+    monkeypatch.setattr(library, "whole_prompt_attention", lambda *a: taken.append(a[5]) or real(*a))
+    out = TritonAttention(torch.device(DEVICE)).attend(queries, keys, values, batch, asked)
     want = slow(queries, keys, values, batch, asked)
+    assert taken == [length for length, _ in spans if length > 1] and out.is_contiguous()
     assert (out.double() - want).norm() / want.norm() < (2e-3 if DEVICE == "cuda" else 1e-5)
+
+
+def test_the_library_is_asked_where_it_was_faster():
+    from tandem.kernels import attention_library as library
+
     assert library.is_worth_it(0, 8192, torch.bfloat16, 128) and library.is_worth_it(0, 2500, torch.bfloat16, 128)
     assert not library.is_worth_it(16, 8192, torch.bfloat16, 128)
     assert not library.is_worth_it(0, 100, torch.bfloat16, 128)

@@ -33,6 +33,9 @@ class TritonAttention:
     def attend(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
     ) -> Tensor:
+        if batch.num_decodes == 0 and self._all_whole_prompts(batch, keys_NPKD, shape):
+            found = self._whole_prompts(queries_THD, keys_NPKD, values_NPKD, batch, shape)
+            return found[0].contiguous() if len(found) == 1 else torch.cat(found)
         out_THD = torch.empty(queries_THD.shape, dtype=queries_THD.dtype, device=queries_THD.device)
         if batch.num_decodes:
             self._decode(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
@@ -76,23 +79,31 @@ class TritonAttention:
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
         out_THD: Tensor,
     ) -> None:  # fmt: skip
-        from tandem.kernels.attention_library import whole_prompt_attention
         from tandem.kernels.attention_prefill import prefill_attention
 
         num = batch.num_decodes
         if self._all_whole_prompts(batch, keys_NPKD, shape):
-            first = num
-            for table_B, (_, length) in zip(batch.tables_SB[num:], batch.host_spans[num:], strict=True):
-                whole_prompt_attention(
-                    queries_THD, keys_NPKD, values_NPKD, table_B, first, length, out_THD, shape.scale
-                )
-                first += length
+            torch.cat(self._whole_prompts(queries_THD, keys_NPKD, values_NPKD, batch, shape), out=out_THD[num:])
             return
         prefill_attention(
             queries_THD, keys_NPKD, values_NPKD, batch.tables_SB[num:], batch.lengths_S[num:],
             batch.query_starts_S1[num:], batch.max_query, out_THD, shape.scale, shape.window, shape.softcap,
             self.deterministic,
         )  # fmt: skip
+
+    def _whole_prompts(
+        self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
+    ) -> list[Tensor]:
+        """Attention of each span of several tokens, all of them whole prompts."""
+        from tandem.kernels.attention_library import whole_prompt_attention
+
+        first, found = batch.num_decodes, []
+        for table_B, (_, length) in zip(batch.tables_SB[first:], batch.host_spans[batch.num_decodes :], strict=True):
+            found.append(
+                whole_prompt_attention(queries_THD, keys_NPKD, values_NPKD, table_B, first, length, shape.scale)
+            )
+            first += length
+        return found
 
     def _all_whole_prompts(self, batch: Batch, keys_NPKD: Tensor, shape: AttentionShape) -> bool:
         from tandem.kernels.attention_library import is_worth_it

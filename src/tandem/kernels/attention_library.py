@@ -27,10 +27,9 @@ def is_worth_it(start: int, length: int, dtype: torch.dtype, head_dim: int) -> b
 
 
 def whole_prompt_attention(
-    queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, table_B: Tensor, first: int, length: int,
-    out_THD: Tensor, scale: float,
-) -> None:  # fmt: skip
-    """Causal attention of one span of ``length`` tokens, at ``first`` in queries and out, over itself.
+    queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, table_B: Tensor, first: int, length: int, scale: float
+) -> Tensor:
+    """Causal attention of one span of ``length`` tokens, at ``first`` in queries, over itself: [length, H, D].
 
     table_B  block table of the span, at least the blocks of ``length`` tokens. Same heads a group as the contract's.
     """
@@ -42,8 +41,9 @@ def whole_prompt_attention(
     keys, values = (
         cache.index_select(0, blocks).flatten(0, 1)[None, :padded].transpose(1, 2) for cache in (keys_NPKD, values_NPKD)
     )
-    for gathered in (keys, values):  # what a former owner left there may be NaN, and 0 · NaN is not 0
-        gathered[:, :, length:] = 0
+    if padded > length:
+        for gathered in (keys, values):  # what a former owner left there may be NaN, and 0 · NaN is not 0
+            gathered[:, :, length:] = 0
     queries = queries_THD[first : first + padded]
     if queries.shape[0] < padded:
         queries = F.pad(queries, (0, 0, 0, 0, 0, padded - queries.shape[0]))
@@ -51,4 +51,4 @@ def whole_prompt_attention(
         attended = F.scaled_dot_product_attention(
             queries[None].transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=True
         )
-    out_THD[first : first + length] = attended[0].transpose(0, 1)[:length]
+    return attended[0].transpose(0, 1)[:length]
