@@ -37,6 +37,14 @@ TOKENIZER = byte_tokenizer()
 TOKENIZER_JSON = TOKENIZER.to_str()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left():
+    grammar.hold()
+    yield
+    grammar.release()
+    assert not grammar._processes or grammar._users
+
+
 def compiled(kind: str, text: str, **limits) -> GrammarMask:
     return compile_constraint(
         Constraint(kind, text), TOKENIZER_JSON, NUM_LOGITS, [EOS], GrammarLimits(**limits) if limits else None

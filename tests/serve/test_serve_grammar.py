@@ -281,3 +281,14 @@ def test_the_engine_reports_what_it_is_at_rest(monkeypatch: pytest.MonkeyPatch) 
     with serving(max_model_len=256) as served:
         served.chat(guided_choice=["yes", "no"], max_tokens=9)
         assert served.at_rest()["engine"]["planner"]["num_running"] == 0
+
+
+def test_the_last_engine_that_closes_ends_the_grammar_processes() -> None:
+    from tandem.sampling import grammar
+
+    with serving(max_model_len=256) as served:
+        served.chat(guided_choice=["yes", "no"], max_tokens=9)
+        users, processes = grammar._users, list(grammar._processes.values())
+        assert processes and not any(process.is_lost for process in processes)
+    assert grammar._users == users - 1
+    assert grammar._users or all(process.is_lost for process in processes)

@@ -17,6 +17,7 @@ from tandem.errors import RequestError, TandemError
 from tandem.observer import Observers
 from tandem.plan import Mask, Planner
 from tandem.request import Change, Request
+from tandem.sampling import grammar
 
 log = logging.getLogger("tandem.engine")
 
@@ -66,6 +67,7 @@ class Admission:
         if self._compile_mask is None:
             return self._refuse(request, RequestError("this engine has no grammars.", param="response_format"), now_s)
         if self._compiler is None:
+            grammar.hold()
             self._compiler = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="tandem-grammar")
         self._compiling[request.id] = request
         future = self._compiler.submit(self._compile_mask, request)
@@ -108,6 +110,8 @@ class Admission:
     def close(self) -> None:
         if self._compiler is not None:
             self._compiler.shutdown(wait=False, cancel_futures=True)
+            self._compiler = None
+            grammar.release()
         while self._calls:
             self._mailbox.answer(self._calls.popleft().number, None, TandemError("the engine was closed first."))
 

@@ -22,7 +22,7 @@ from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_process import GrammarProcess, LostError, Tokenizer
 from tandem.sampling.grammar_text import HINT, SIMPLER
 
-__all__ = ["GrammarLimits", "GrammarMask", "compile_constraint"]
+__all__ = ["GrammarLimits", "GrammarMask", "compile_constraint", "hold", "release"]
 
 _FOLLOW_BYTES = 8 << 30
 _MAX_KNOWN = 1024
@@ -146,6 +146,26 @@ def _process(name: str, limit_bytes: int) -> GrammarProcess:
         if process is None or process.is_lost:
             process = _processes[name] = GrammarProcess(name, limit_bytes)
         return process
+
+
+_users = 0
+
+
+def hold() -> None:
+    """Somebody uses grammars from now on; pair it with release."""
+    global _users
+    with _lock:
+        _users += 1
+
+
+def release() -> None:
+    """Somebody does no longer. The last one ends the grammar processes."""
+    global _users
+    with _lock:
+        _users -= 1
+        left = _users
+    if not left:
+        close()
 
 
 @atexit.register

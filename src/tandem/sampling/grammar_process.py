@@ -125,6 +125,7 @@ class GrammarProcess:
 
     def kill(self) -> None:
         """End it now, whatever it does. Idempotent."""
+        self.is_lost = True
         self._process.kill()
         self._process.wait()
         self._lose()
