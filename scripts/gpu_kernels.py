@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.kernels import launch
+from tandem.kernels import linear as choice
 
 COMPILING = "--compile" in sys.argv
 DEVICE = torch.device("cpu" if COMPILING else "cuda")
@@ -301,20 +303,52 @@ SHAPES = {
 }  # fmt: skip
 
 
+def poisoned(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The output of a run whose memory held NaN before."""
+    shape = run()
+    for _ in range(3):  # the allocator gives the same memory again
+        held = torch.full_like(shape, torch.nan)
+        del held
+    del shape
+    return run()
+
+
 def check_linear() -> None:
     from tandem.kernels import linear_triton as lin
+    from tandem.kernels.linear_stream import stream
 
-    for tokens, rows, size in [(1, 4096, 4096), (33, 1000, 1111), (64, 1024, 2048), (7, 768, 576)]:
+    for tokens, rows, size in [(1, 4096, 4096), (33, 1000, 1111), (64, 1024, 2048), (7, 768, 576), (8, 1008, 4032)]:
         x, weight, bias = rand(tokens, size), rand(rows, size, scale=size**-0.5), rand(rows)
         want = x.double() @ weight.double().T + bias.double()
         for parts in (1, 4):
-            for copied in (False, True) if size % 8 == 0 else (False,):
-                got = lin.skinny(x, weight, bias, tokens=64, rows=64, step=64, num_parts=parts, descriptors=copied)
-                name = f"skinny {tokens} {rows} {size} parts {parts} descriptors {copied}"
-                check(name, got if parts == 1 else got.sum(0), want, 5e-3)
+            got = lin.skinny(x, weight, bias, tokens=64, rows=64, step=64, num_parts=parts)
+            check(f"skinny {tokens} {rows} {size} parts {parts}", got if parts == 1 else got.sum(0), want, 5e-3)
         half = rows // 2
+        if size % 64 == 0:
+            for parts, tile in ((1, 8), (3, 16), (4, 64)):
+                for step, stages in ((64, 3), (128, 4), (256, 2)):
+                    if tile >= tokens or tile == 16:
+                        how = {"tokens": tile, "rows": 64, "step": step, "num_stages": stages}
+                        got = poisoned(lambda: stream(x, weight, bias, num_parts=parts, **how))
+                        check(f"stream {tokens} {rows} {size} {how} parts {parts}", got if got.dim() == 2 else got.sum(0), want, 5e-3)
+                        for activation in ("silu", "gelu") if rows % 16 == 0 else ():
+                            for r in (64, 128):
+                                got = poisoned(lambda: stream(x, weight, bias, activation=activation, **(how | {"rows": r})))
+                                gate = F.silu(want[:, :half]) if activation == "silu" else F.gelu(want[:, :half], approximate="tanh")
+                                check(f"stream {activation} rows {r} {tokens} {rows} {size} {how}", got, gate * want[:, half:], 1e-2)
         got = lin.skinny(x, weight, bias, tokens=64, rows=64, step=64, activation="silu")
         check(f"gated {tokens} {rows} {size}", got, F.silu(want[:, :half]) * want[:, half:], 1e-2)
+        summed = lambda y, dtype: choice.add_parts(y, dtype) if y.dim() == 3 else y
+        for activation in (None, "silu", "gelu"):
+            for count in (1, 8, 16, 33, 64, 65, 517):
+                batch = torch.cat([x, rand(517, size)])[:count]
+                one, many = (choice.gated_linear(a, weight, None, activation, True) if activation else
+                             summed(choice.linear_parts(a, weight, None, True), x.dtype)
+                             for a in (batch[:1], batch))  # fmt: skip
+                if activation is None or rows % 16 == 0:
+                    same = bool((one == many[:1]).all())
+                    ROWS.append({"name": f"bitwise {activation} {rows} {size} among {count}", "ok": same})
+                    print(f"  {'ok' if same else 'DIFFERENT'} invariant {activation} {rows} {size} among {count}", flush=True)
         many = rand(517, size)
         many[:tokens] = x
         alone, among = (lin.invariant_linear(a, weight, bias, 3) for a in (x, many))
@@ -325,65 +359,69 @@ def check_linear() -> None:
 
 
 def linear_cases(sweep: bool) -> None:
-    from tandem.kernels import linear_triton as lin
+    from tandem.kernels.linear_stream import stream
 
-    choice = sys.modules["tandem.kernels.linear"]
     for name, (rows, size) in SHAPES.items():
         gated = "gate_up" in name
         weights = [rand(rows, size, scale=size**-0.5) for _ in range(max(3, min(24, int(4e8 / (rows * size * 2)))))]
+        num_bytes = rows * size * 2.0
         for tokens in (1, 8, 32, 64, 128, 256):
-            num_bytes = rows * size * 2.0
             x = rand(tokens, size)
             if not COMPILING:
                 timed(f"linear {name} T{tokens} library", [lambda w=w: F.linear(x, w) for w in weights], num_bytes)
-            tile = choice.token_tile(tokens) if tokens <= 64 else 128
-            base = max(1, min(round(264 / -(-rows // 64)), size // 256))
-            one = max(1, min(round(132 / -(-rows // 64)), size // 256))
-            variants = []  # rows, step, stages, parts, descriptors
-            if gated:
-                variants = [
-                    (64, 128, 4, 1, False),
-                    (128, 64, 4, 1, False),
-                    (128, 128, 3, 1, False),
-                    (128, 64, 6, 1, False),
-                ]
-            elif tokens <= 64:
-                variants = [(64, 128, 6, one, False), (64, 128, 4, one, False), (64, 64, 8, one, False)]
-            else:
-                variants = [(64, 128, 4, one, False), (64, 64, 6, one, False), (128, 64, 4, base, False)]
-            for r, step, stages, parts, copied in variants if sweep else variants[:1]:
-                extra = {"activation": "silu"} if gated else {"num_parts": parts, "descriptors": copied}
-                runs: list[Run] = [
-                    lambda w=w: lin.skinny(x, w, None, tokens=tile, rows=r, step=step, num_stages=stages, **extra)
-                    for w in weights
-                ]
-                label = f"rows {r} step {step} stages {stages} parts {parts}{' tma' if copied else ''}"
-                timed(f"linear {name} T{tokens} {label}", runs, num_bytes)
-            if tokens in (1, 32):
-                parts = choice.invariant_parts(rows, size)
-                runs = [lambda w=w: lin.invariant_linear(x, w, None, parts) for w in weights]
-                timed(f"linear {name} T{tokens} invariant parts {parts}", runs, num_bytes)
+            chosen = choice.stream_tiles_for(tokens, rows, size, 132, gated)
+            if chosen is None:
+                continue
+            product = (lambda x, w: choice.gated_linear(x, w)) if gated else choice.linear_parts
+            for how in ("own, weights after the wait", "own"):
+                with variant(how):
+                    runs: list[Run] = [lambda w=w: product(x, w) for w in weights]
+                    timed(f"linear {name} T{tokens} {how}", runs, num_bytes)
+            parts, step, stages = chosen["num_parts"], chosen["step"], chosen["num_stages"]
+            changes = [{"step": step // 2, "num_stages": stages * 2}, {"num_stages": max(2, stages // 2)}]
+            changes += [] if gated else [{"num_parts": parts * 2}, {"num_parts": max(1, parts // 2)}]
+            for change in changes if sweep else []:
+                activation = "silu" if gated else None
+                runs = [lambda w=w: stream(x, w, None, activation=activation, **(chosen | change)) for w in weights]
+                timed(f"linear {name} T{tokens} {change}", runs, num_bytes)
 
 
 # ------------------------------------------------------------------------------------------------- a whole layer
 MODELS = {"8B": (4096, 32, 8, 14336, 3), "0.6B": (1024, 16, 8, 3072, 12)}  # hidden, heads, kv heads, inner, layers
 
 
-KINDS = (("library", "chosen"), ("own", "chosen"), ("own", "none"), ("invariant", "chosen"))
+BEFORE = {"norm": 2, "rope": 2, "linear": 2, "attention": 2}
+# name → how: the products of whom, what DEPENDENT says instead of what was chosen
+VARIANTS: dict[str, dict] = {
+    "library": {"kind": "library"},
+    "own, alone": {"dependent": dict.fromkeys(launch.DEPENDENT, 0)},
+    "own, weights after the wait": {"stream": False, "dependent": BEFORE},
+    "own": {},
+    "invariant": {"kind": "invariant"},
+}
+
+
+@contextmanager
+def variant(name: str) -> Iterator[None]:
+    how, chosen, has_streams = VARIANTS[name], dict(launch.DEPENDENT), choice.has_streams
+    launch.DEPENDENT.update(how.get("dependent", {}))
+    if not how.get("stream", True):
+        choice.has_streams = lambda device: False
+    try:
+        yield
+    finally:
+        launch.DEPENDENT.update(chosen)
+        choice.has_streams = has_streams
 
 
 def layer_cases(sweep: bool) -> None:
     """A decode layer of eight kernels, once with the library's products and once batch-invariant."""
     from tandem.kernels import attention_decode as decode
-    from tandem.kernels import linear as lin
     from tandem.kernels.activation_triton import gated_triton
     from tandem.kernels.attention_prefill import invariant_decode_attention
     from tandem.kernels.norm_triton import add_rms_norm_triton
     from tandem.kernels.rotary_triton import norm_rope_store_triton
 
-    if COMPILING:
-        lin.runs_triton = lambda tensor: True  # type: ignore[attr-defined]
-        lin.F = argparse.Namespace(linear=lambda x, w, b=None: x.new_empty(x.shape[0], w.shape[0]))  # type: ignore
     for model, (hidden, heads, kv, inner, layers) in MODELS.items():
         width = (heads + 2 * kv) * 128
         made = [
@@ -392,8 +430,8 @@ def layer_cases(sweep: bool) -> None:
         ]  # fmt: skip
         norm, head_norm = rand(hidden, dtype=torch.float32), rand(128, dtype=torch.float32)
         table = rand(8192, 128, dtype=torch.float32)
-        shapes = [(1, 512), (8, 512), (32, 1280), (128, 1280), (256, 1280)]
-        for tokens, length in shapes + ([(32, 4352), (64, 1280)] if sweep else []):
+        shapes = [(1, 512), (4, 512), (8, 512), (16, 1280), (32, 1280), (64, 1280), (128, 1280), (256, 1280)]
+        for tokens, length in shapes + ([(32, 4352)] if sweep else []):
             caches = [Paged(tokens, length, heads, kv) for _ in range(layers if tokens <= 64 else 2)]
             scratch = decode.Scratch(DEVICE)
             splits = decode.num_splits_for(tokens * kv, length, 64, 132)
@@ -406,7 +444,7 @@ def layer_cases(sweep: bool) -> None:
                 qkv_w, o_w, up_w, down_w = made[number]
                 c = caches[number % len(caches)]
                 product = {
-                    "library": F.linear, "own": lin.linear_parts,                     "invariant": lambda x, w: lin.linear(x, w, None, True),
+                    "library": F.linear, "own": choice.linear_parts, "invariant": lambda x, w: choice.linear_parts(x, w, None, True),
                 }[kind]  # fmt: skip
                 x, total = add_rms_norm_triton(state[0], state[1], norm, 1e-6)
                 queries = norm_rope_store_triton(
@@ -425,18 +463,16 @@ def layer_cases(sweep: bool) -> None:
                 if kind == "library":
                     x = gated_triton(F.linear(x, up_w), False)
                 else:
-                    x = lin.gated_linear(x, up_w, None, "silu", kind == "invariant")
+                    x = choice.gated_linear(x, up_w, None, "silu", kind == "invariant")
                 state[0], state[1] = product(x, down_w), total
 
-            chosen = dict(launch.DEPENDENT)
-            modes = {"chosen": chosen, "none": dict.fromkeys(chosen, 0)}
-            for kind, mode in KINDS if sweep else KINDS[:2]:
+            for name, how in VARIANTS.items():
+                kind = how.get("kind", "own")
                 if not (COMPILING and kind == "library"):
-                    state = [residual, residual]
-                    launch.DEPENDENT.update(modes[mode])
-                    runs: list[Run] = [lambda n=n, k=kind: layer(n, k) for n in range(layers)]
-                    timed(f"layer {model} T{tokens} L{length} {kind} pdl {mode}", runs, num_bytes, calls=layers * 2)
-                    launch.DEPENDENT.update(chosen)
+                    with variant(name):
+                        state = [residual, residual]
+                        runs: list[Run] = [lambda n=n, k=kind: layer(n, k) for n in range(layers)]
+                        timed(f"layer {model} T{tokens} L{length} {name}", runs, num_bytes, calls=layers * 2)
 
 
 # ------------------------------------------------------------------------------------------------- small, sample
@@ -477,6 +513,23 @@ def check_small() -> None:
         check(f"rope {heads} {kv} {dim}", got, want, 6e-3)
         check("rope keys", keys, other_keys, 6e-3)
         check("rope values", values, other_values, 1e-9)
+
+
+def chain_cases(sweep: bool) -> None:
+    """What one kernel in a row of dependent ones takes, by how it lets its successor start."""
+    from tandem.kernels.norm_triton import rms_norm_triton
+
+    weight, x = rand(1024, dtype=torch.float32), rand(1, 1024)
+    state = [x]
+
+    def step() -> None:
+        state[0] = rms_norm_triton(state[0], weight, 1e-6)
+
+    kept = launch.DEPENDENT["norm"]
+    for mode in (0, 1, 2):
+        launch.DEPENDENT["norm"] = mode
+        timed(f"chain of norms, dependent {mode}", [step], calls=200)
+    launch.DEPENDENT["norm"] = kept
 
 
 def small_cases(sweep: bool) -> None:
@@ -555,6 +608,7 @@ def sample_cases(sweep: bool) -> None:
 
 CASES = {
     "small": (check_small, small_cases), "decode": (check_attention, decode_cases), "prefill": (None, prefill_cases), "ragged": (None, ragged_cases),
+    "chain": (None, chain_cases),
     "linear": (check_linear, linear_cases), "layer": (None, layer_cases), "sample": (check_sample, sample_cases),
 }  # fmt: skip
 
@@ -589,6 +643,8 @@ def compile_only(names: list[str], sweep: bool) -> None:
     JITFunction.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
     launch.FAST = False
     launch.has_dependent_launch = lambda device: True  # type: ignore[assignment]
+    choice.runs_triton, choice.has_streams = (lambda tensor: True), (lambda device: True)
+    choice.F = argparse.Namespace(linear=lambda x, w, b=None: x.new_empty(x.shape[0], w.shape[0]))
     for name in names:
         CASES[name][1](sweep)
 

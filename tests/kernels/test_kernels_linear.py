@@ -1,8 +1,15 @@
 """Small-batch products against float64; the batch-invariant form bit by bit; choices of tiles."""
 
+import math
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem.kernels import linear as choice
 
@@ -68,16 +75,112 @@ def test_parts_are_added_in_order():
     assert (sum_parts_triton(parts, None, torch.float16) == want).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 33, 64, 128])
+SHAPES = [(4096, 4096), (6144, 4096), (4096, 14336), (1024, 2048), (1024, 3072), (512, 64), (960, 576)]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 33, 64])
 def test_tiles_fit_the_card(tokens):
-    for rows, size in [(4096, 4096), (6144, 4096), (4096, 14336), (1024, 2048), (1024, 3072), (512, 64)]:
-        tiles = choice.tiles_for(tokens, rows, size, 132)
-        if tiles is not None:
+    for rows, size in SHAPES:
+        for gated in (False, True):
+            tiles = choice.tiles_for(tokens, rows, size, 132, gated)
             shared = tiles["num_stages"] * 2 * tiles["step"] * (tiles["rows"] + tiles["tokens"])
             assert shared <= 227 * 1024
-            assert 1 <= tiles["num_parts"] <= 16
-    assert choice.tiles_for(512, 4096, 4096, 132) is None
-    assert choice.invariant_parts(4096, 4096) == 4
+            assert 1 <= tiles.get("num_parts", 1) <= 16
+            tiles = choice.stream_tiles_for(tokens, rows, size, 132, gated)
+            shared = tiles["num_stages"] * 2 * tiles["step"] * (tiles["rows"] + tiles["tokens"])
+            assert 113 * 1024 < shared < 226 * 1024, "one program a multiprocessor, and room for a small kernel's"
+            assert tiles["num_stages"] >= 2 and 1 <= tiles["num_parts"] <= 16
+    for choose in (choice.tiles_for, choice.stream_tiles_for):
+        assert choose(512, 4096, 4096, 132) is None and choose(8, 20000, 4096, 132) is None
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 300), st.integers(1, 16), st.integers(1, 64))
+def test_parts_of_few_and_of_many_tokens_are_the_same(groups, parts, tokens):
+    size = groups * 64
+    step = choice.stream_tiles(tokens, 64, size, parts)["step"]
+    few, many = (math.ceil(math.ceil(size / unit) / parts) * unit for unit in (step, 128))
+    assert few == many, "stream of linear_stream.py cuts as invariant_linear of linear_triton.py does"
+
+
+COMPILE = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from tandem.kernels import launch
+
+class Absent:
+    get_current_device = get_current_stream = lambda self, device=None: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Absent())
+run = JITFunction.run
+made = []
+def compile_only(self, *args, grid, warmup, **fixed):
+    made.append(run(self, *args, grid=grid, warmup=True, **fixed))
+JITFunction.run = compile_only
+launch.FAST, launch.has_dependent_launch = False, lambda device: True
+from tandem.kernels.linear_stream import stream
+x, weight = torch.empty(3, 1024, dtype=torch.bfloat16), torch.empty(256, 1024, dtype=torch.bfloat16)
+stream(x, weight, None, tokens=8, rows=64, step=256, num_stages=3, activation="silu")
+print(made[0].asm["ptx"])
+"""
+
+
+def test_weights_are_asked_for_before_the_wait_and_tokens_after():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after = done.stdout.split("griddepcontrol.wait")
+    weights, tokens = "cp.async.bulk.tensor.5d", "cp.async.bulk.tensor.3d"
+    assert before.count(weights) == 3 and tokens not in before
+    assert after.count(tokens) == 4 and after.count(weights) == 1, "all stages once, then again in the loop"
+    assert "ld.local" not in done.stdout and "wgmma.mma_async" in after
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "rows", "size"), [(1, 4096, 1024), (8, 1000, 576), (33, 1008, 4032), (64, 64, 64)])
+def test_streamed_products(tokens, rows, size):
+    from tandem.kernels import launch
+    from tandem.kernels.linear_stream import stream
+
+    if not launch.has_streams(torch.device("cuda")):
+        pytest.skip("needs Hopper's tensor cores and copy engine")
+    x, weight = rand(tokens, size), rand(rows, size, seed=1) * size**-0.5
+    bias = rand(rows, seed=2) if tokens > 8 else None
+    want = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    for parts, step, stages in [(1, 128, 3), (3, 64, 2), (2, 256, 2)]:
+        tiles = {"tokens": max(8, choice.token_tile(tokens)), "rows": 64, "step": step, "num_stages": stages}
+        got = stream(x, weight, bias, num_parts=parts, **tiles)
+        assert_near(got.sum(0) if got.dim() == 3 else got, want)
+        if rows % 16 == 0:
+            for gated_rows, activation in ((64, "silu"), (128, "gelu")):
+                got = stream(x, weight, bias, activation=activation, **{**tiles, "rows": gated_rows})
+                gate, up = want.chunk(2, dim=1)
+                gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+                assert_near(got, gate * up, 4e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "size"), [(1024, 2048), (6144, 1024), (4096, 4096), (960, 576), (320, 960)])
+def test_a_tokens_product_is_the_same_number_among_any_others(rows, size):
+    many, weight, bias = rand(517, size), rand(rows, size, seed=1) * size**-0.5, rand(rows, seed=2)
+    forms = [
+        lambda x: choice.linear(x, weight, bias, True),
+        lambda x: choice.gated_linear(x, weight, None, "silu", True),
+        lambda x: choice.gated_linear(x, weight, bias, "gelu", True),
+        lambda x: summed(choice.linear_parts(x, weight, None, True), x.dtype),
+        lambda x: summed(choice.linear_parts(x, weight, bias, True), x.dtype),
+    ]
+    for form in forms:
+        among = form(many)
+        for tokens in (1, 8, 9, 17, 33, 64, 65, 129):
+            assert (form(many[:tokens]) == among[:tokens]).all()
+
+
+def summed(y, dtype):
+    return choice.add_parts(y, dtype) if y.dim() == 3 else y
 
 
 def test_off_the_gpu_the_library_is_taken():

@@ -47,10 +47,39 @@ def has_dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@cache
+def has_streams(device: torch.device) -> bool:
+    """Whether linear_stream.py runs there: Hopper's tensor cores and copy engine, and a Triton that has Gluon's 3.6."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    version = importlib.import_module("triton").__version__.split(".")[:2]
+    return tuple(map(int, version)) >= (3, 6) and _imports("triton.experimental.gluon.nvidia.hopper")
+
+
+def _imports(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
 # How each family of kernels uses programmatic dependent launch: 0 not at all; 1 its successor may start as soon as all
-# its own programs have started; 2 only once their main loops are done. Measured: 2 is best, since programs that start
-# early take shared memory from those at work and end up unevenly spread (docs/log.md).
-DEPENDENT = {"norm": 2, "activation": 2, "rope": 2, "attention": 2, "linear": 2, "sample": 2}
+# its own programs have started; 2 only once their main loops are done. 1 pays where the successor has something to do
+# before it waits: products that stream their weights. A family is in 2 where programs that start early only take
+# shared memory from those at work and end up unevenly spread over multiprocessors (measured: docs/log.md).
+#
+# Why the order of writes stays that of the stream, whatever the modes. Every program of every kernel here that is
+# launched so passes gdc_wait before it reads or writes anything that another kernel writes; gdc_wait returns when the
+# predecessor has completed, its writes visible. A kernel completes only after all its programs passed their own wait,
+# so when kernel n is past its wait, n - 1 has completed, hence n - 2, and so on: reuse of memory two kernels back (a
+# cache slot, the scratch and tickets of attention, what the allocator hands out again inside a graph) is as safe as
+# without. Kernels of others are launched in the plain way and wait for all of it. Ahead of the wait only this is read:
+#   - weights, and tables made when the model was: nothing in a step writes them;
+#   - lengths, block tables and the order of spans (attention): written by kernels of step_triton.py, which let nobody
+#     start early, and at least one kernel that is launched in the plain way (the embedding) lies between.
+# A program must not return ahead of its wait, and a kernel that lets its successor start must wait itself.
+DEPENDENT = {"norm": 1, "activation": 2, "rope": 2, "attention": 1, "stream": 1, "linear": 2, "sample": 2}
 
 
 def options(tensor: Tensor, family: str, num_warps: int, num_stages: int = 2) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 It knows shapes and what was measured (docs/benchmarks.md, Kernels); weights are [out, in] as in the checkpoint.
 Partial sums: where the inner dimension is split, linear_parts returns float32 [parts, T, N] and leaves the adding, in
 order, to the kernel that reads it (add_rms_norm, norm_rope_store), which saves a pass and is deterministic.
+Weights may be read before the kernel ahead in the stream has ended (linear_stream.py): they are settled once the host
+has waited for them, or another kernel lies between.
 """
 
 from typing import Any
@@ -12,10 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.activation import gated
-from tandem.kernels.launch import num_multiprocessors, runs_triton
+from tandem.kernels.launch import has_streams, num_multiprocessors, runs_triton
 from tandem.kernels.norm import sum_parts
 
 MOST_TOKENS = 64  # above, a layer took as long with the library's products
+STREAM_BYTES = 222 * 1024  # shared memory of a program of linear_stream.py, most of a multiprocessor's 228 KiB
+# At least this much, too much for two: programs that start while others end would else pile up on the few
+# multiprocessors that are free first.
+SPREAD_BYTES = 114 * 1024
 
 
 def linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None, invariant: bool = False) -> Tensor:
@@ -26,27 +32,26 @@ def linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None, invari
     if not _is_ours(x_TI, weight_NI):
         return F.linear(x_TI, weight_NI, bias_N)
     if invariant:
-        from tandem.kernels.linear_triton import invariant_linear
-
-        return invariant_linear(x_TI, weight_NI, bias_N, invariant_parts(weight_NI.shape[0], weight_NI.shape[1]))
+        return _invariant(x_TI, weight_NI, bias_N)
     tiles = _tiles(x_TI, weight_NI)
     if tiles is None or tiles["num_parts"] > 1:
         return F.linear(x_TI, weight_NI, bias_N)
-    from tandem.kernels.linear_triton import skinny
-
-    return skinny(x_TI, weight_NI, bias_N, **tiles)
+    return _product(x_TI, weight_NI, bias_N, tiles)
 
 
-def linear_parts(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x · Wᵀ + b as [T, N], or as float32 partial sums [parts, T, N] for a consumer that adds them in order."""
+def linear_parts(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None, invariant: bool = False) -> Tensor:
+    """x · Wᵀ + b as [T, N], or as float32 partial sums [parts, T, N] for a consumer that adds them in order.
+
+    invariant: what the consumer gets by adding and rounding once is the same number whatever the other tokens.
+    """
     if not _is_ours(x_TI, weight_NI):
         return F.linear(x_TI, weight_NI, bias_N)
+    if invariant:
+        return _invariant(x_TI, weight_NI, bias_N, as_parts=bias_N is None)
     tiles = _tiles(x_TI, weight_NI)
     if tiles is None:
         return F.linear(x_TI, weight_NI, bias_N)
-    from tandem.kernels.linear_triton import skinny
-
-    return skinny(x_TI, weight_NI, bias_N, **tiles)
+    return _product(x_TI, weight_NI, bias_N, tiles)
 
 
 def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,13 +67,13 @@ def gated_linear(
     x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None, activation: str = "silu", invariant: bool = False
 ) -> Tensor:
     """activation(x · gateᵀ) · (x · upᵀ), [T, I] × [gate | up] → [T, F]; "silu" or "gelu" (tanh approximation)."""
-    if _is_ours(x_TI, weight_2FI) and not invariant:
-        tiles = gated_tiles_for(x_TI.shape[0], weight_2FI.shape[0], weight_2FI.shape[1])
+    if _is_ours(x_TI, weight_2FI):
+        if invariant:
+            return _invariant(x_TI, weight_2FI, bias_2F, activation=activation)
+        tiles = _tiles(x_TI, weight_2FI, gated=True)
         if tiles is not None:
-            from tandem.kernels.linear_triton import skinny
-
-            return skinny(x_TI, weight_2FI, bias_2F, activation=activation, **tiles)
-    return gated(linear(x_TI, weight_2FI, bias_2F, invariant), activation)
+            return _product(x_TI, weight_2FI, bias_2F, tiles, activation)
+    return gated(linear(x_TI, weight_2FI, bias_2F), activation)
 
 
 def _is_ours(x_TI: Tensor, weight_NI: Tensor) -> bool:
@@ -78,38 +83,130 @@ def _is_ours(x_TI: Tensor, weight_NI: Tensor) -> bool:
     )  # fmt: skip
 
 
-def _tiles(x_TI: Tensor, weight_NI: Tensor) -> dict[str, Any] | None:
+def _product(
+    x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, tiles: dict[str, Any], activation: str | None = None
+) -> Tensor:
+    if streams(weight_NI, activation is not None):
+        from tandem.kernels.linear_stream import stream
+
+        return stream(aligned(x_TI), weight_NI, bias_N, activation=activation, **tiles)
+    from tandem.kernels.linear_triton import skinny
+
+    return skinny(x_TI, weight_NI, bias_N, activation=activation, **tiles)
+
+
+def _invariant(
+    x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, as_parts: bool = False, activation: str | None = None
+) -> Tensor:
+    """The sum over I in parts that depend on the shape of W alone, added in order and rounded once.
+
+    as_parts: left to the consumer, as linear_parts says. One part of many tokens is their sum already.
+    """
+    from tandem.kernels.linear_triton import invariant_linear, sum_parts_triton
+
+    parts = 1 if activation else invariant_parts(*weight_NI.shape)
+    as_parts = as_parts and parts > 1
+    if not streams(weight_NI, activation is not None):
+        y = invariant_linear(x_TI, weight_NI, bias_N, parts)
+    elif x_TI.shape[0] > MOST_TOKENS:
+        y = invariant_linear(x_TI, weight_NI, bias_N, parts, as_parts)
+    else:
+        rows = 64 if activation is None else gated_rows(weight_NI.shape[0])
+        tiles = stream_tiles(x_TI.shape[0], rows, weight_NI.shape[1], parts)
+        y = _product(x_TI, weight_NI, bias_N if parts == 1 else None, tiles, activation)
+        return sum_parts_triton(y, bias_N, x_TI.dtype) if parts > 1 and not as_parts else y
+    return gated(y, activation) if activation else y
+
+
+def streams(weight_NI: Tensor, gated: bool) -> bool:
+    """Whether linear_stream.py takes these weights: on its device, whole tiles of 64, gate rows by eights."""
     num_rows, size = weight_NI.shape
-    return tiles_for(x_TI.shape[0], num_rows, size, num_multiprocessors(x_TI.device))
+    return (
+        has_streams(weight_NI.device) and size % 64 == 0 and weight_NI.data_ptr() % 16 == 0
+        and not (gated and num_rows % 16)
+    )  # fmt: skip
+
+
+def aligned(x_TI: Tensor) -> Tensor:
+    """x itself, or a copy of it, with every row on 16 bytes."""
+    good = x_TI.data_ptr() % 16 == 0 and (x_TI.stride(0) % 8 == 0 or x_TI.shape[0] == 1)
+    return x_TI if good else x_TI.clone(memory_format=torch.contiguous_format)
+
+
+def _tiles(x_TI: Tensor, weight_NI: Tensor, gated: bool = False) -> dict[str, Any] | None:
+    choose = stream_tiles_for if streams(weight_NI, gated) else tiles_for
+    num_rows, size = weight_NI.shape
+    return choose(x_TI.shape[0], num_rows, size, num_multiprocessors(x_TI.device), gated)
 
 
 def token_tile(num_tokens: int) -> int:
     return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
 
 
-def tiles_for(num_tokens: int, num_rows: int, size: int, num_processors: int) -> dict[str, Any] | None:
-    """Tiles of our kernel, or None where the library was measured to be at least as fast.
+def gated_rows(num_rows: int) -> int:
+    return 64 if num_rows < 12288 else 128
 
-    Parts make about one program a multiprocessor: that many run at the same pace to the end.
+
+def tiles_for(
+    num_tokens: int, num_rows: int, size: int, num_processors: int, gated: bool = False
+) -> dict[str, Any] | None:
+    """Tiles of linear_triton.py, or None where the library was measured to be at least as fast.
+
+    gated: the activation is folded in, and num_rows counts gate and up. Parts make about one program a
+    multiprocessor: that many run at the same pace to the end.
     """
-    if num_rows >= 65536 and num_tokens <= 32:
-        return {"tokens": token_tile(num_tokens), "rows": 64, "step": 128, "num_parts": 1, "num_stages": 4}
-    if num_rows > 8192 or num_tokens > MOST_TOKENS:
-        return None
-    num_parts = max(1, min(round(num_processors / -(-num_rows // 64)), size // 256))
-    return {
-        "tokens": token_tile(num_tokens), "rows": 64, "step": 128, "num_parts": num_parts, "num_stages": 6,
-    }  # fmt: skip
-
-
-def gated_tiles_for(num_tokens: int, num_rows: int, size: int) -> dict[str, Any] | None:
-    """Tiles of the product with the activation folded in; num_rows counts gate and up."""
     if num_tokens > MOST_TOKENS:
         return None
-    rows, step, stages = (64, 128, 4) if num_rows < 12288 else (128, 128, 3) if num_tokens <= 16 else (128, 64, 4)
-    return {"tokens": token_tile(num_tokens), "rows": rows, "step": step, "num_stages": stages}
+    tokens = token_tile(num_tokens)
+    if gated:
+        rows, step = gated_rows(num_rows), 64 if num_rows >= 12288 and num_tokens > 16 else 128
+        return {"tokens": tokens, "rows": rows, "step": step, "num_stages": 3 if rows * step > 8192 else 4}
+    if num_rows >= 65536 and num_tokens <= 32:
+        return {"tokens": tokens, "rows": 64, "step": 128, "num_parts": 1, "num_stages": 4}
+    if num_rows > 8192:
+        return None
+    num_parts = max(1, min(round(num_processors / -(-num_rows // 64)), size // 256))
+    return {"tokens": tokens, "rows": 64, "step": 128, "num_parts": num_parts, "num_stages": 6}
+
+
+def stream_tiles_for(
+    num_tokens: int, num_rows: int, size: int, num_processors: int, gated: bool = False
+) -> dict[str, Any] | None:
+    """As tiles_for, of linear_stream.py."""
+    if num_tokens > MOST_TOKENS or (not gated and (num_rows > 8192 and (num_rows < 65536 or num_tokens > 32))):
+        return None
+    if gated:
+        return stream_tiles(num_tokens, gated_rows(num_rows), size, 1)
+    if num_rows >= 65536:
+        tiles = stream_tiles(num_tokens, 64, size, 1, STREAM_BYTES // 2)
+        return {**tiles, "least_bytes": 0}  # so many programs spread anyway, and of two one begins as the other ends
+    return stream_tiles(num_tokens, 64, size, stream_parts(num_rows, size, num_processors))
+
+
+def stream_parts(num_rows: int, size: int, num_processors: int) -> int:
+    """Parts of the inner dimension: about one program a multiprocessor, or half as many where the weights are few.
+
+    Such a program has all its weights on their way before it waits; fewer parts are less to add for the consumer.
+    """
+    tiles = -(-num_rows // 64)
+    if num_rows * size * 2 <= num_processors // 2 * 128 * 1024:
+        num_processors //= 2
+    return max(1, min(round(num_processors / tiles), size // 256))
+
+
+def stream_tiles(
+    num_tokens: int, rows: int, size: int, num_parts: int, num_bytes: int = STREAM_BYTES
+) -> dict[str, Any]:
+    """As many stages as shared memory takes. Parts are whole numbers of 128, as those of invariant_linear."""
+    tokens = 8 if num_tokens <= 8 else token_tile(num_tokens)
+    step = 256 if -(-size // 128 // num_parts) % 2 == 0 else 128
+    stages = num_bytes // (2 * step * (rows + tokens))
+    return {
+        "tokens": tokens, "rows": rows, "step": step, "num_parts": num_parts, "num_stages": stages,
+        "least_bytes": SPREAD_BYTES,
+    }  # fmt: skip
 
 
 def invariant_parts(num_rows: int, size: int) -> int:
     """Parts of the inner dimension in the batch-invariant form: of the shape alone, never of T or of the device."""
-    return max(1, min(round(256 / -(-num_rows // 64)), size // 512, 8))
+    return stream_parts(num_rows, size, 132) if num_rows <= 8192 else 1

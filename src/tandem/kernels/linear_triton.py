@@ -3,7 +3,9 @@
 It knows shapes and tiles; which shape is worth it is measured in linear.py. The weights are the left operand, so that
 their rows fill the tensor cores' 64-row tiles whatever the number of tokens. Where there are too few rows for all
 multiprocessors the inner dimension is split, and each part writes float32 partial sums of its own: the consumer
-(add_rms_norm, norm_rope_store) adds them in order, so nothing is atomic and a result never depends on timing.
+(add_rms_norm, norm_rope_store) adds them in order, so nothing is atomic and a result never depends on timing. On
+Hopper linear_stream.py takes these products; here is the form for other devices and odd shapes, and the
+batch-invariant one for many tokens.
 """
 
 # mypy: ignore-errors
@@ -25,8 +27,7 @@ from tandem.kernels.launch import interpreted, options, start
 def _skinny_kernel(
     x_ptr, weights, bias_ptr, out_ptr, T, N, size, x_stride, part_size,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # out[T, N] = x[T, I] · weights[N, I]ᵀ. GATED: rows n and N + n of the weights give activation(gate) · up; a tile
     # then holds ROWS/2 gate rows and their ROWS/2 up rows.
@@ -53,9 +54,7 @@ def _skinny_kernel(
         else:
             x_mask = (tokens < T)[:, None] & (columns < end)[None, :]
             x = tl.load(token_ptrs[:, None] + columns[None, :], x_mask, other=0.0)
-        if DESCRIPTORS:
-            weight = weights.load([first_row, step])
-        elif EVEN:
+        if EVEN:
             weight = tl.load(weights + (rows.to(tl.int64) * size)[:, None] + columns[None, :])
         else:
             weight_ptrs = weights + (rows.to(tl.int64) * size)[:, None] + columns[None, :]
@@ -87,12 +86,11 @@ def _accumulate(acc, weight, x, UPCAST: tl.constexpr):
 def skinny(
     x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, *, tokens: int, rows: int, step: int, num_parts: int = 1,
     num_stages: int = 4, num_warps: int = 4, activation: str | None = None, as_parts: bool = False,
-    descriptors: bool = False,
 ) -> Tensor:  # fmt: skip
     """x · Wᵀ + b, bfloat16 or float16, with the given tiles.
 
     num_parts > 1 or as_parts: float32 partial sums [parts, T, N]. activation "silu" or "gelu": [T, N/2] of the two
-    halves of W's rows; num_parts is 1 then. descriptors: the tensor copy engine reads the weights.
+    halves of W's rows; num_parts is 1 then.
     """
     num_tokens, size = x_TI.shape
     assert weight_NI.is_contiguous() and x_TI.stride(1) == 1 and (activation is None or num_parts == 1)
@@ -103,16 +101,10 @@ def skinny(
     shape = (num_parts, num_tokens, num_rows) if as_parts else (num_tokens, num_rows)
     out = torch.empty(shape, dtype=torch.float32 if as_parts else x_TI.dtype, device=x_TI.device)
     grid = (triton.cdiv(num_rows, rows // (2 if activation else 1)), num_parts, triton.cdiv(num_tokens, tokens))
-    weights = weight_NI
-    if descriptors:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        assert activation is None and size % 8 == 0
-        weights = TensorDescriptor.from_tensor(weight_NI, [rows, step])
     start(_skinny_kernel, grid,
-        x_TI, weights, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
+        x_TI, weight_NI, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
         part_size, TOKENS=tokens, ROWS=rows, STEP=step, EVEN=size % step == 0, PARTS=as_parts,
-        HAS_BIAS=bias_N is not None, GATED=activation is not None, GELU=activation == "gelu", DESCRIPTORS=descriptors,
+        HAS_BIAS=bias_N is not None, GATED=activation is not None, GELU=activation == "gelu",
         UPCAST=interpreted(), **options(x_TI, "linear", num_warps, num_stages),
     )  # fmt: skip
     return out
@@ -190,8 +182,13 @@ def sum_parts_triton(parts: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -
     return out
 
 
-def invariant_linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, num_parts: int) -> Tensor:
-    """x · Wᵀ + b such that a token's result is the same number whatever T: fixed parts, fixed order, one rounding."""
+def invariant_linear(
+    x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, num_parts: int, as_parts: bool = False
+) -> Tensor:
+    """x · Wᵀ + b such that a token's result is the same number whatever T: fixed parts, fixed order, one rounding.
+
+    as_parts: in float32, [parts, T, N] or their sum [1, T, N], for a consumer that adds in order and rounds once.
+    """
     num_tokens, size = x_TI.shape
     num_rows, step = weight_NI.shape[0], 32 if interpreted() else 128
     part_size = triton.cdiv(triton.cdiv(size, 128), num_parts) * 128
@@ -205,7 +202,8 @@ def invariant_linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, num
     if num_tokens > 128:
         step = min(step, 64)  # how finely the sum is cut does not change it: the tensor cores add 16 at a time
     shape = (num_parts, num_tokens, num_rows) if split else (num_tokens, num_rows)
-    out = torch.empty(shape, dtype=torch.float32 if split else x_TI.dtype, device=x_TI.device)
+    wide = split or as_parts
+    out = torch.empty(shape, dtype=torch.float32 if wide else x_TI.dtype, device=x_TI.device)
     tiles_n, tiles_t = triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens)
     start(_invariant_kernel, (tiles_n * tiles_t, num_parts if split else 1),
         x_TI, weight_NI, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
@@ -213,4 +211,6 @@ def invariant_linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, num
         SPLIT=split, HAS_BIAS=bias_N is not None and not split, UPCAST=interpreted(),
         **options(x_TI, "linear", warps, stages),
     )  # fmt: skip
+    if as_parts:
+        return out if split else out[None]
     return sum_parts_triton(out, bias_N, x_TI.dtype) if split else out

@@ -86,7 +86,7 @@ class DeviceLinear(RowLinear):
         return linear(x_TI, self.weight_OI, self.bias, self.invariant)
 
     def forward_parts(self, x_TI: Tensor) -> Tensor:
-        return self.forward(x_TI) if self.invariant else kernels.linear_parts(x_TI, self.weight_OI, self.bias)
+        return kernels.linear_parts(x_TI, self.weight_OI, self.bias, self.invariant)
 
     def forward_gated(self, x_TI: Tensor, activation: str) -> Tensor:
         return kernels.gated_linear(x_TI, self.weight_OI, self.bias, activation, self.invariant)

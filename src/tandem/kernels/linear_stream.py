@@ -1,0 +1,202 @@
+"""Small-batch matrix products for Hopper: weights are on their way before the kernel waits for the one before it.
+
+It knows tiles, barriers and tensor memory copies; which shapes and how many stages is for linear.py. Weights do not
+depend on the predecessor, so a program that was started early (programmatic dependent launch, see launch.py) asks for
+as many tiles of them as its shared memory holds, then waits, then asks for the activations:
+
+    predecessor   ───────── work ─────────┤ tail ├
+    this kernel            started │ weights 0 … S-1 requested │ wait ├ activations │ product, next tiles │ out
+
+Written in Gluon, where shared memory and waiting are explicit. Other devices and the interpreter take linear_triton.py.
+"""
+
+# mypy: ignore-errors
+# (Gluon's decorator and builtins carry no types.)
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tandem.kernels.launch import options, start
+
+INNER = 64  # elements of the inner dimension in 128 bytes, the width of a swizzled tile of shared memory
+LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 5)}
+
+
+@gluon.jit
+def _wait_for_predecessor():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _let_successor_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _request_weights(weights, barrier, tiles, first_row, column, GATED: gl.constexpr):
+    if GATED:
+        tma.async_copy_global_to_shared(weights, [column // 64, first_row // 8, 0, 0, 0], barrier, tiles)
+    else:
+        tma.async_copy_global_to_shared(weights, [column // 64, first_row, 0], barrier, tiles)
+
+
+@gluon.jit
+def _request_tokens(x, barrier, tiles, first_token, column):
+    tma.async_copy_global_to_shared(x, [column // 64, first_token, 0], barrier, tiles)
+
+
+@gluon.jit
+def _activate(gate, GELU: gl.constexpr):
+    # As activate in activation_triton.py.
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (2.0 - 2.0 / (gl.exp(2.0 * inner) + 1.0))
+    return gate / (1.0 + gl.exp(-gate))
+
+
+@gluon.jit
+def _write(acc, bias_ptr, out_ptr, first_row, first_token, T, N, IS_FIRST, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
+           GELU: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    if GATED:
+        # Of 16 rows the first 8 are gate rows and the others their up rows: a thread holds both of a pair.
+        pairs = gl.permute(gl.reshape(acc, [ROWS // 16, 2, 8, TOKENS]), [0, 2, 3, 1])
+        gate, up = gl.split(pairs)
+        gate, up = gl.reshape(gate, [ROWS // 2, TOKENS]), gl.reshape(up, [ROWS // 2, TOKENS])
+    else:
+        gate, up = acc, acc
+    layout: gl.constexpr = gate.type.layout
+    rows = first_row + gl.arange(0, gate.shape[0], gl.SliceLayout(1, layout))
+    tokens = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + rows, (rows < N) & IS_FIRST, other=0.0).to(gl.float32)
+        gate += gl.expand_dims(bias, 1)
+    if GATED:
+        if HAS_BIAS:
+            up += gl.expand_dims(gl.load(bias_ptr + N + rows, rows < N, other=0.0).to(gl.float32), 1)
+        rounding: gl.constexpr = out_ptr.dtype.element_ty
+        gate = _activate(gate.to(rounding).to(gl.float32), GELU) * up.to(rounding).to(gl.float32)
+    mask = gl.expand_dims(rows < N, 1) & gl.expand_dims(tokens < T, 0)
+    targets = out_ptr + gl.expand_dims(tokens.to(gl.int64) * N, 0) + gl.expand_dims(rows, 1)
+    gl.store(targets, gate.to(out_ptr.dtype.element_ty), mask)
+
+
+@gluon.jit
+def _multiply(acc, weight_tiles, token_tiles, first_tile, TILES: gl.constexpr):
+    for number in gl.static_range(TILES):
+        tile = first_tile + number
+        acc = warpgroup_mma(weight_tiles.index(tile), token_tiles.index(tile).permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit(do_not_specialize=["T"])
+def _stream_kernel(
+    x, weights, bias_ptr, out_ptr, T, N, size, part_size,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    WHOLE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+    OPERAND: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    # out[T, N] = x[T, I] · weights[N, I]ᵀ, a stage at a time: TILES tiles of ROWS × 64 weights and TOKENS × 64 of x.
+    # WHOLE: all stages of a part fit, so that no slot is filled twice. HELD: memory of how many stages is taken.
+    # Past the end of I, of the tokens and of the rows the copy engine writes zeros.
+    STEP: gl.constexpr = TILES * 64
+    STAGE_BYTES: gl.constexpr = STEP * (ROWS + TOKENS) * 2
+    part = gl.program_id(1)
+    first_row = gl.program_id(0) * (ROWS // 2 if GATED else ROWS)
+    first_token = gl.program_id(2) * TOKENS
+    begin = part * part_size
+    end = gl.minimum(begin + part_size, size)
+    weight_shape: gl.constexpr = [HELD] + weights.block_type.shape  # noqa: RUF005
+    weight_tiles = gl.allocate_shared_memory(weights.dtype, weight_shape, weights.layout)
+    token_tiles = gl.allocate_shared_memory(x.dtype, [HELD, TILES, TOKENS, 64], x.layout)
+    flat_weights = weight_tiles._reinterpret(weights.dtype, [HELD * TILES, ROWS, 64], OPERAND)
+    flat_tokens = token_tiles._reinterpret(x.dtype, [HELD * TILES, TOKENS, 64], OPERAND)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    fence_async_shared()
+    for stage in gl.static_range(STAGES):
+        barrier = barriers.index(stage)
+        mbarrier.expect(barrier, STAGE_BYTES)
+        _request_weights(weights, barrier, weight_tiles.index(stage), first_row, begin + stage * STEP, GATED)
+    if PDL == 1:
+        _let_successor_start()
+    if PDL > 0:
+        _wait_for_predecessor()
+    for stage in gl.static_range(STAGES):
+        _request_tokens(x, barriers.index(stage), token_tiles.index(stage), first_token, begin + stage * STEP)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TOKENS, 16]))
+    if WHOLE:
+        for stage in gl.static_range(STAGES):
+            mbarrier.wait(barriers.index(stage), 0)
+            acc = _multiply(acc, flat_weights, flat_tokens, stage * TILES, TILES)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        for step in range((end - begin + STEP - 1) // STEP):
+            slot = step % STAGES
+            barrier = barriers.index(slot)
+            mbarrier.wait(barrier, (step // STAGES) & 1)
+            acc = _multiply(acc, flat_weights, flat_tokens, slot * TILES, TILES)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            column = begin + (step + STAGES) * STEP
+            if column < end:
+                mbarrier.expect(barrier, STAGE_BYTES)
+                _request_weights(weights, barrier, weight_tiles.index(slot), first_row, column, GATED)
+                _request_tokens(x, barrier, token_tiles.index(slot), first_token, column)
+    if PDL == 2:
+        _let_successor_start()
+    if PARTS:
+        out_ptr += part.to(gl.int64) * T * N
+    _write(acc, bias_ptr, out_ptr, first_row, first_token, T, N, part == 0, HAS_BIAS, GATED, GELU)
+
+
+def stream(
+    x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, *, tokens: int, rows: int, step: int, num_parts: int = 1,
+    num_stages: int = 4, least_bytes: int = 0, num_warps: int = 4, activation: str | None = None,
+) -> Tensor:  # fmt: skip
+    """As skinny of linear_triton.py, with tiles of 8 tokens and more. See streams and aligned of linear.py.
+
+    least_bytes: of shared memory, to be taken even where fewer are used. The weights are read before the kernel ahead
+    has ended, so it must not be that one which writes them.
+    """
+    num_tokens, size = x_TI.shape
+    num_rows = weight_NI.shape[0] // (2 if activation else 1)
+    part_size = triton.cdiv(triton.cdiv(size, step), num_parts) * step
+    num_parts = triton.cdiv(size, part_size)
+    num_stages = min(num_stages, part_size // step)
+    num_held = max(num_stages, triton.cdiv(least_bytes, 2 * step * (rows + tokens)))
+    shape = (num_parts, num_tokens, num_rows) if num_parts > 1 else (num_tokens, num_rows)
+    out = torch.empty(shape, dtype=torch.float32 if num_parts > 1 else x_TI.dtype, device=x_TI.device)
+    # Tiles as the outer dimension, so that one request brings a stage of them. Gate and up rows by turns of 8.
+    columns, tiles = size // INNER, step // INNER
+    stride = size if num_tokens == 1 else x_TI.stride(0)
+    x = TensorDescriptor(x_TI, [columns, num_tokens, INNER], [INNER, stride, 1], [tiles, tokens, INNER], LAYOUTS[3])
+    if activation:
+        whole, strides = [columns, num_rows // 8, 2, 8, INNER], [INNER, 8 * size, num_rows * size, size, 1]
+        weights = TensorDescriptor(weight_NI, whole, strides, [tiles, rows // 16, 2, 8, INNER], LAYOUTS[5])
+    else:
+        whole, strides = [columns, num_rows, INNER], [INNER, size, 1]
+        weights = TensorDescriptor(weight_NI, whole, strides, [tiles, rows, INNER], LAYOUTS[3])
+    grid = (triton.cdiv(num_rows, rows // (2 if activation else 1)), num_parts, triton.cdiv(num_tokens, tokens))
+    start(_stream_kernel, grid,
+        x, weights, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, part_size,
+        TOKENS=tokens, ROWS=rows, TILES=tiles, STAGES=num_stages, HELD=num_held,
+        WHOLE=num_stages * step >= part_size, PARTS=num_parts > 1, HAS_BIAS=bias_N is not None,
+        GATED=activation is not None, GELU=activation == "gelu", OPERAND=LAYOUTS[2],
+        **options(x_TI, "stream", num_warps),
+    )  # fmt: skip
+    return out
