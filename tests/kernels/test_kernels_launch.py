@@ -88,3 +88,8 @@ def test_integers_of_one_kind_are_one_to_triton(pair):
     one, other = (native_specialize_impl(BaseBackend, value, False, True, True) for value in pair)
     if launch._kind(pair[0]) == launch._kind(pair[1]):
         assert one == other
+
+
+def test_who_reads_ahead_of_the_wait_follows_one_that_is_past_its_own():
+    """Attention reads lengths and tables, the end of a step hidden states: what was settled when the one before began."""
+    assert launch.DEPENDENT["rope"] in (0, 2) and launch.DEPENDENT["sample"] in (0, 2)

@@ -69,15 +69,16 @@ def _imports(name: str) -> bool:
 # before it waits: products that stream their weights. A family is in 2 where programs that start early only take
 # shared memory from those at work and end up unevenly spread over multiprocessors (measured: docs/log.md).
 #
-# Why the order of writes stays that of the stream, whatever the modes. Every program of every kernel here that is
-# launched so passes gdc_wait before it reads or writes anything that another kernel writes; gdc_wait returns when the
-# predecessor has completed, its writes visible. A kernel completes only after all its programs passed their own wait,
-# so when kernel n is past its wait, n - 1 has completed, hence n - 2, and so on: reuse of memory two kernels back (a
-# cache slot, the scratch and tickets of attention, what the allocator hands out again inside a graph) is as safe as
-# without. Kernels of others are launched in the plain way and wait for all of it. Ahead of the wait only this is read:
+# Why the order of writes stays that of the stream. Every program of every kernel that is launched so passes gdc_wait
+# before it reads or writes anything that its predecessor touches; gdc_wait returns when the predecessor has completed,
+# its writes visible. A kernel completes only after all its programs passed their own wait, so when kernel n is past its
+# wait, n - 1 has completed, hence n - 2, and so on: reuse of memory two kernels back (a cache slot, the scratch and
+# tickets of attention, what the allocator hands out again inside a graph) is as safe as without. Kernels launched in
+# the plain way wait for all of their predecessor. Ahead of the wait only this is read:
 #   - weights, and tables made when the model was: nothing in a step writes them;
-#   - lengths, block tables and the order of spans (attention): written by kernels of step_triton.py, which let nobody
-#     start early, and at least one kernel that is launched in the plain way (the embedding) lies between.
+#   - what was written two kernels back or more, by kernels whose predecessor is in mode 2, for that one was past its own
+#     wait when it let them start: attention behind rope (lengths, block tables, order of spans), the end of a step
+#     behind sample (hidden states). So rope and sample stay in 2.
 # A program must not return ahead of its wait, and a kernel that lets its successor start must wait itself.
 DEPENDENT = {"norm": 1, "activation": 2, "rope": 2, "attention": 1, "stream": 1, "linear": 2, "sample": 2}
 
