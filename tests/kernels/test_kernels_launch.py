@@ -91,5 +91,5 @@ def test_integers_of_one_kind_are_one_to_triton(pair):
 
 
 def test_who_reads_ahead_of_the_wait_follows_one_that_is_past_its_own():
-    """Attention reads lengths and tables, the end of a step hidden states: what was settled when the one before began."""
+    """Attention reads lengths and tables, the end of a step hidden states: settled when the one before was at work."""
     assert launch.DEPENDENT["rope"] in (0, 2) and launch.DEPENDENT["sample"] in (0, 2)

@@ -76,9 +76,9 @@ def _imports(name: str) -> bool:
 # tickets of attention, what the allocator hands out again inside a graph) is as safe as without. Kernels launched in
 # the plain way wait for all of their predecessor. Ahead of the wait only this is read:
 #   - weights, and tables made when the model was: nothing in a step writes them;
-#   - what was written two kernels back or more, by kernels whose predecessor is in mode 2, for that one was past its own
-#     wait when it let them start: attention behind rope (lengths, block tables, order of spans), the end of a step
-#     behind sample (hidden states). So rope and sample stay in 2.
+#   - what was written two kernels back or more, by kernels whose predecessor is in mode 2, for that one was past its
+#     own wait when it let them start: attention behind rope (lengths, block tables, order of spans), the end of a
+#     step behind sample (hidden states). So rope and sample stay in 2.
 # A program must not return ahead of its wait, and a kernel that lets its successor start must wait itself.
 DEPENDENT = {"norm": 1, "activation": 2, "rope": 2, "attention": 1, "stream": 1, "linear": 2, "sample": 2}
 
