@@ -34,15 +34,15 @@ def border(process: Process) -> Iterator[Process]:
     while OPEN:
         OPEN.pop().close()
     deadline_s = time.monotonic() + 5
-    with httpx.Client(base_url=process.url, headers={"connection": "close"}) as http:
-        while True:
-            now = http.get("/load").json()
-            busy = now["requests"] or now["engine"]["open"] or now["bodies"]["bytes"]
-            if not busy and now["connections"]["open"] <= 1:
-                break
-            assert time.monotonic() < deadline_s, now
-            time.sleep(0.02)
-        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    while True:
+        now = statistics(process)
+        busy = now["requests"] or now["engine"]["open"] or now["bodies"]["bytes"]
+        if not busy and now["connections"]["open"] <= 1:
+            break
+        assert time.monotonic() < deadline_s, now
+        time.sleep(0.02)
+    canary = post({"prompt": "a", "max_tokens": 1}, "connection: close\r\n")
+    assert answers(everything(connect(process, canary)))[0][0] == 200
     assert not any("Traceback" in line or "never retrieved" in line for line in process.lines), process.lines
 
 
@@ -114,7 +114,10 @@ def refusal(raw: bytes) -> tuple[int, str]:
 
 
 def statistics(server: Process) -> dict[str, Any]:
-    return httpx.get(server.url + "/load", timeout=10).json()
+    found: dict[str, Any] = json.loads(
+        answers(everything(connect(server, get("/load", "connection: close\r\n"))))[0][1]
+    )
+    return found
 
 
 # ---------------------------------------------------------------- time
