@@ -105,14 +105,21 @@ def test_the_order_of_spans_changes_no_result(monkeypatch):
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("splits", [2, 4])
 def test_ordered_splits_are_shares_of_the_longest_span(splits, window, monkeypatch):
+    from tandem.kernels import attention_decode
+
     sent = case((4, 2, 64, 16, window, None), [(1, 20), (1, 90), (1, 1), (1, 64), (1, 33)])
     sent[3].lengths_S[2] = 0  # padding
     sent[3].order_S = torch.tensor([1, 3, 4, 0, 2], device=DEVICE)
+    sent[3].is_uneven = True
     backend = TritonAttention(torch.device(DEVICE))
-    monkeypatch.setattr(backend, "num_splits", lambda *_: splits)
+    monkeypatch.setattr(backend, "num_splits", lambda *asked: splits if len(asked) == 4 else 1)
+    real, orders = attention_decode.decode_attention, []
+    monkeypatch.setattr(
+        attention_decode, "decode_attention", lambda *a, **k: orders.append(k["order_S"]) or real(*a, **k)
+    )
     for _ in range(2):
         got = backend.attend(*sent)
-        assert not got[2].any()
+        assert not got[2].any() and orders[-1] is sent[3].order_S
         kept = torch.tensor([0, 1, 3, 4], device=DEVICE)
         sent[3].lengths_S[2] = 1
         assert_near(got[kept], slow(*sent)[kept])
@@ -178,4 +185,4 @@ def test_num_splits_follow_batch_and_length():
     assert backend.num_splits(1, 512, keys) == 8
     assert backend.num_splits(1, 100_000, keys) == 64
     assert backend.num_splits(1, 20, keys) == 1
-    assert [backend.num_splits(n, 2048, keys, True) for n in (256, 128, 64, 32, 8, 1)] == [1, 2, 2, 4, 16, 32]
+    assert [backend.num_splits(n, 2048, keys, True) for n in (256, 128, 64, 32, 8, 1)] == [1, 1, 2, 4, 8, 32]

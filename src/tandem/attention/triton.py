@@ -69,10 +69,13 @@ class TritonAttention:
             )  # fmt: skip
             return
         longest = min(batch.max_length, shape.window or batch.max_length)
-        splits = self.num_splits(num, longest, keys_NPKD, batch.is_uneven)
+        usual = self.num_splits(num, longest, keys_NPKD)
+        splits = self.num_splits(num, longest, keys_NPKD, True) if batch.is_uneven else usual
+        # Looking up the longest span takes half a microsecond, which few spans do not earn back.
+        order_S = batch.order_S if splits == 1 or splits > usual else None
         decode_attention(
             queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
-            shape.window, shape.softcap, order_S=batch.order_S,
+            shape.window, shape.softcap, order_S=order_S,
         )  # fmt: skip
 
     def _prefill(

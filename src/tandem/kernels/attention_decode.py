@@ -203,10 +203,10 @@ def num_splits_for(
 ) -> int:
     """How many programs share one (span, KV head): enough for about four a multiprocessor, each two tiles or more.
 
-    is_uneven: twice as many between a quarter of a program and eight a multiprocessor, where long spans end alone.
+    is_uneven: twice as many from one program to four a multiprocessor, where the longest spans would end alone.
     """
     wanted = next_power_of_2(max(4 * num_multiprocessors // max(num_groups, 1), 1) + 1) // 2
-    if is_uneven and num_multiprocessors <= 4 * num_groups <= 32 * num_multiprocessors:
+    if is_uneven and num_multiprocessors <= num_groups <= 4 * num_multiprocessors:
         wanted *= 2
     return max(1, min(wanted, next_power_of_2(triton.cdiv(max_length, tile)), 64))
 
