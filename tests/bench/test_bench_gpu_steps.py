@@ -1,4 +1,4 @@
-"""The step profile of scripts/, on a CPU: the same way through the engine, though no kernel is seen."""
+"""The step profile and the timed start of scripts/, on a CPU: the same ways, though no kernel is seen."""
 
 import importlib.util
 import json
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_steps.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_steps", SCRIPT)
+def load(name: str = "gpu_steps") -> Any:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -37,3 +37,8 @@ def test_kernels_are_summed_and_steps_found() -> None:
     assert steps.covered_us(events) == 3 * 6.0
     assert steps.kernels_of(events, 3)[0] == {"kernel": "gemm", "calls": 2.0, "us": 2.5, "us_a_step": 5.0}
     assert steps.steps_of(events) == [events[:3], events[3:6]]
+
+
+def test_the_start_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("gpu_start").main(["tiny", "--device", "cpu", "--longest", "512"]) > 0
+    assert "first token" in capsys.readouterr().out

@@ -26,7 +26,7 @@ from tandem.runner.streams import CudaStreams
 from tandem.weights.load import load
 from tandem.weights.source import ModelSource
 
-CAPTURE_S = 2.5
+CAPTURE_S = 2.0
 SHORT_STEPS = (1, 40, 200)  # tokens of prompts that are attended and multiplied by other kernels than the largest step
 GRAPH_BYTES = 2 << 20
 
@@ -112,14 +112,15 @@ def compile_steps(
     sampling = DeviceSampling(1, spec.num_logits, device, 0, num_tokens)
     cache = KVCache.allocate(spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
     largest = settings.max_batch_tokens or 1
+    steps = [(min(tokens, largest), 1) for tokens in SHORT_STEPS] + [(largest, settings.max_num_seqs or 1)]
     with compile_ahead():
-        for tokens in sorted({*(min(tokens, largest) for tokens in SHORT_STEPS), largest}):
+        for tokens, rows in steps:
             with suppress(torch.OutOfMemoryError):
-                logits_RV = model.logits(model(_largest_batch(spec, settings, tokens, 1, device), cache, backend), True)
-                for path in (GREEDY, PLAIN):
-                    numbers = {name: torch.ones(1, dtype=kind, device=device) for name, kind in NUMBERS.items()}
-                    positions_1 = torch.zeros(1, dtype=torch.int64, device=device)
-                    sampling.choose(logits_RV, None if path == GREEDY else numbers, positions_1)
+                batch = _largest_batch(spec, settings, tokens, rows, device)
+                logits_RV = model.logits(model(batch, cache, backend), True)
+                numbers = {name: torch.ones(rows, dtype=kind, device=device) for name, kind in NUMBERS.items()}
+                sampling.choose(logits_RV, None, None)
+                sampling.choose(logits_RV, numbers, torch.zeros(rows, dtype=torch.int64, device=device))
 
 
 def measure(
