@@ -194,8 +194,8 @@ def _merge_kernel(
     tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
 
 
-# Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges. In this
-# form no product is fused into a sum: which of two is, the compiler chooses, and three kernels must choose alike.
+# Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges. In
+# this form no product is fused into a sum: which of two is, the compiler chooses, and three kernels must choose alike.
 CHUNK = 512
 
 

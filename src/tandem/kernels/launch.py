@@ -97,8 +97,10 @@ def options(tensor: Tensor, family: str, num_warps: int, num_stages: int = 2) ->
 
 
 FAST = os.environ.get("TANDEM_FAST_LAUNCH") != "0"
+COMPILING = False
 _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _current: list[Any] = []  # how Triton asks for the current device and stream
+_asked: set[tuple[Any, ...]] = set()  # while kernels are only compiled: those that are on their way
 
 
 def start(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
@@ -108,6 +110,11 @@ def start(kernel: Any, grid: tuple[int, ...], *args: Any, **fixed: Any) -> None:
     looked up, which tells apart at least what Triton does: type, alignment by 16, integers that are 1.
     """
     if not FAST or interpreted():
+        if COMPILING:  # a model asks for the same kernel in each layer, and Triton would describe its source each time
+            asked = (id(kernel), *map(_kind, args), *fixed.items())
+            if asked in _asked:
+                return
+            _asked.add(asked)
         kernel[grid](*args, **fixed)
         return
     if not _current:
@@ -160,10 +167,11 @@ def compile_ahead(num_threads: int = 16) -> Iterator[None]:
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    global FAST
-    function.run, was_fast, FAST = only_compile, FAST, False
+    global FAST, COMPILING
+    function.run, was_fast, FAST, COMPILING = only_compile, FAST, False, True
+    _asked.clear()
     try:
         with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
             yield
     finally:
-        function.run, FAST = launch, was_fast
+        function.run, FAST, COMPILING = launch, was_fast, False
