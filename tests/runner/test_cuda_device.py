@@ -1,5 +1,6 @@
 """The GPU runner on a GPU: no hidden synchronisation, the CPU's tokens in float32, times on the host's clock."""
 
+import gc
 import time
 
 import pytest
@@ -91,6 +92,24 @@ def test_no_step_synchronises_but_at_home():
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert all(len(outputs[id]) == params.max_tokens for id, _, params in requests(params_of, 12))
+
+
+def test_graphs_of_a_runner_that_is_gone_do_not_void_a_capture():
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # nothing is left to look at: from here on any collection looks at all that comes
+    try:
+        outputs_of(gone := make("cuda", depth=2), requests(lambda i: greedy(4), 4))
+        gone.itself = gone  # so that only a collection frees it
+        runner = make("cuda", depth=2)
+        gc.set_threshold(1, 1, 1)
+        del gone
+        runner.warm_up((GREEDY,), 2.0)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+    assert runner.statistics()["graphs"] > 0
 
 
 def test_sampled_tokens_are_the_same_at_every_depth_and_with_graphs():

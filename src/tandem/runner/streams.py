@@ -4,9 +4,10 @@
 missing wait or a buffer that is written again too early shows as wrong tokens in a test without a GPU.
 """
 
+import gc
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +110,7 @@ class CudaStreams:
         All graphs share one pool: two of them never run at once, and the largest is captured first.
         """
         graph = torch.cuda.CUDAGraph()
-        with self.on("compute"):
+        with self.on("compute"), _no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -119,6 +120,18 @@ class CudaStreams:
                 raise
             graph.capture_end()
         return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects no garbage within: the graphs of a runner that is gone, freed in a capture, would void it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Current:
