@@ -16,9 +16,9 @@ From then on a Span says what it does in each step, and lists only the blocks th
 last. The runner keeps that token on the device, in the row, so the host need not know it, at any depth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tandem.request import Change, Request, SamplingParams, TokenLogprobs
 
@@ -55,6 +55,58 @@ class Span(NamedTuple):
     length: int
     blocks: Sequence[int]
     samples: bool
+
+
+_new = tuple.__new__
+
+
+@dataclass(slots=True)
+class Spans(Sequence[Span]):
+    """The spans of a step; those that move in lockstep are kept as columns, since nothing about them changes but step.
+
+    Whoever looks at one gets a Span; a step that nobody looks at costs nothing a row. The columns are never changed,
+    so that one set serves many steps.
+
+    requests, rows, offsets  columns: span i is one carried token of requests[i], at offsets[i] + step.
+    blocks                   row → ids added to its block table, of those columns where there are any.
+    others                   spans behind them, in full.
+    """
+
+    step: int
+    requests: Sequence[str]
+    rows: Sequence[int]
+    offsets: Sequence[int]
+    blocks: dict[int, Sequence[int]]
+    others: Sequence[Span]
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.others)
+
+    def __iter__(self) -> Iterator[Span]:
+        step, blocks = self.step, self.blocks
+        for request, row, offset in zip(self.requests, self.rows, self.offsets, strict=True):
+            yield _new(Span, (request, row, offset + step, 1, blocks.get(row, ()), True))
+        yield from self.others
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        num_columns = len(self.rows)
+        index = range(len(self))[index]
+        if index >= num_columns:
+            return self.others[index - num_columns]
+        row = self.rows[index]
+        return Span(self.requests[index], row, self.offsets[index] + self.step, 1, self.blocks.get(row, ()), True)
+
+
+def grown(spans: Sequence[Span]) -> Iterable[tuple[int, Sequence[int]]]:
+    """Pairs (row, blocks) of those whose block table grows, found without a look at each."""
+    if isinstance(spans, Spans):
+        yield from spans.blocks.items()
+        spans = spans.others
+    for span in spans:
+        if span.blocks:
+            yield span.row, span.blocks
 
 
 @dataclass(slots=True)
@@ -119,6 +171,42 @@ class StepResult:
     times: StepTimes = field(default_factory=StepTimes)
 
 
+class Changes(Sequence[Change]):
+    """The changes of one step. Those that are one token and nothing else, nearly all, are kept as columns.
+
+    requests, tokens  columns: requests[i] has the one token tokens[i] more.      others  the rest, in full.
+
+    Whoever looks at each gets Changes, made once; whoever can read columns need not.
+    """
+
+    __slots__ = ("_all", "others", "requests", "tokens")
+
+    def __init__(self, requests: Sequence[str], tokens: Sequence[int], others: Sequence[Change]) -> None:
+        self.requests, self.tokens, self.others = requests, tokens, others
+        self._all: list[Change] | None = None
+
+    @property
+    def all(self) -> list[Change]:
+        if self._all is None:
+            self._all = [Change(*pair) for pair in zip(self.requests, zip(self.tokens), strict=True)]
+            self._all += self.others
+        return self._all
+
+    def __len__(self) -> int:
+        return len(self.requests) + len(self.others)
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(self.all)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.all[index]
+
+
+def others_of(changes: Sequence[Change]) -> Sequence[Change]:
+    """Those that may be more than one more token: the ends, among others. The rest is one token each."""
+    return changes.others if isinstance(changes, Changes) else changes
+
+
 class Planner(Protocol):
     """Decides what each step does. The loop calls it from one thread."""
 
@@ -134,7 +222,7 @@ class Planner(Protocol):
     def plan(self) -> StepPlan | None:
         """What the next step does, or None if nothing can be computed until a step in flight is committed."""
 
-    def commit(self, result: StepResult) -> list[Change]:
+    def commit(self, result: StepResult) -> Sequence[Change]:
         """Settle the oldest step in flight. One change a request that has news; ghosts have none."""
 
     @property

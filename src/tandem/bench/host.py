@@ -19,7 +19,7 @@ from tandem.observe.metrics import Metrics
 from tandem.observe.requests import RequestLedger
 from tandem.observe.timeline import Timeline
 from tandem.observer import Observer
-from tandem.plan import StepPlan
+from tandem.plan import Changes, Spans, StepPlan, StepResult, others_of
 from tandem.request import Change, Request, SamplingParams
 
 PROMPT = 16
@@ -57,7 +57,7 @@ class _CountingMailbox:
 
     def deliver(self, changes: Sequence[Change]) -> None:
         self.num_changes += len(changes)
-        self.num_refused += sum(change.finish == "error" for change in changes)
+        self.num_refused += sum(change.finish == "error" for change in others_of(changes))
 
     def answer(self, number: int, value: Any, error: TandemError | None) -> None: ...
 
@@ -145,8 +145,6 @@ def _rank(values: Sequence[float], share: float) -> float:
 
 def _observers_us(batch: int) -> float:
     """What timeline, metrics and request ledger cost at a steady decode step, µs."""
-    from tandem.plan import Span, StepResult
-
     names = [f"r{i}" for i in range(batch)]
     observers: list[Observer] = [Timeline(), Metrics(), RequestLedger()]
     for observer in observers:
@@ -154,9 +152,9 @@ def _observers_us(batch: int) -> float:
             observer.request_added(Request(name, [1], SamplingParams()), 0.0)
     took: list[float] = []
     for step in range(60):
-        spans = [Span(name, i, step, 1, (), True) for i, name in enumerate(names)]
+        spans = Spans(step, names, range(batch), [0] * batch, {}, ())
         plan = StepPlan(step, spans, num_decodes=batch, steady=step > 0)
-        result, changes = StepResult(step, [1] * batch), [Change(name, (1,)) for name in names]
+        result, changes = StepResult(step, [1] * batch), Changes(names, [1] * batch, ())
         began_s = time.perf_counter()
         for observer in observers:
             observer.step_submitted(plan, 1.0 + step, 1.1 + step, 1.2 + step)

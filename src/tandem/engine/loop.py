@@ -17,7 +17,7 @@ from tandem.engine.admission import Admission, CompileMask, Errand, describe
 from tandem.engine.contract import Abort, Add, Call, Mailbox
 from tandem.errors import EngineDeadError, TandemError
 from tandem.observer import Observer, Observers
-from tandem.plan import Planner, StepPlan
+from tandem.plan import Planner, StepPlan, others_of
 from tandem.request import Change
 from tandem.runner.contract import Runner, Ticket
 
@@ -134,7 +134,9 @@ class Loop:
     def _deliver(self, changes: Sequence[Change]) -> None:
         if not changes:
             return
-        for change in changes:
+        others = others_of(changes)
+        self._num_tokens += len(changes) - len(others)
+        for change in others:
             self._num_tokens += len(change.tokens)
             if change.finish is not None:
                 self._live.discard(change.request)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.observer import Observer
-from tandem.plan import Span, StepPlan, StepResult
+from tandem.plan import Span, StepPlan, StepResult, others_of
 from tandem.request import Change, Request
 
 LATENCY_BUCKETS_S = (
@@ -181,7 +181,7 @@ class Metrics(Observer):
         self.num_ghosts += len(plan.spans) - len(changes)
         self._lockstep_s, self._lockstep_spans = now_s, plan.spans
         self._num_lockstep += 1
-        ended = [change for change in changes if change[2] is not None]
+        ended = [change for change in others_of(changes) if change.finish is not None]
         if ended:
             self._catch_up()
             for change in ended:

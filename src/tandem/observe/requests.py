@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.observer import Observer
-from tandem.plan import Span, StepPlan, StepResult
+from tandem.plan import Span, StepPlan, StepResult, others_of
 from tandem.request import Change, Request
 
 NEXT_PLAN = "next plan"
@@ -162,7 +162,7 @@ class RequestLedger(Observer):
         self._device_s = max(device_s, computed_s)
         self._num_lockstep += 1
         self._lockstep_spans = plan.spans
-        ended = [change for change in changes if change[2] is not None]
+        ended = [change for change in others_of(changes) if change.finish is not None]
         if ended:
             self._catch_up()
             for change in ended:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.observer import Observer
-from tandem.plan import StepPlan, StepResult
+from tandem.plan import StepPlan, StepResult, others_of
 from tandem.request import Change, Request
 
 CAUSES = ("plan", "settle", "launch", "copy", "nothing")
@@ -114,7 +114,7 @@ class Timeline(Observer):
         home_s: float,
         settled_s: float,
     ) -> None:
-        for change in changes:
+        for change in others_of(changes):
             if change.finish is not None:
                 self._ended(change.request, settled_s)
         record = self._open.pop(plan.step, None)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.plan import Arrival, Span
+from tandem.plan import Arrival, Span, grown
 from tandem.request import SamplingParams
 
 
@@ -57,13 +57,13 @@ class HostRows:
         """Take the blocks that spans add. Returns flat indices into the block tables [R, B] and the block ids."""
         places: list[int] = []
         blocks: list[int] = []
-        for span in [span for span in spans if span[4]]:  # blocks; by index, since this runs over every span of a step
-            row = self[span.row]
-            first = span.row * self.max_blocks + row.num_blocks
-            row.num_blocks += len(span.blocks)
-            assert row.num_blocks <= self.max_blocks, f"row {span.row} has more than {self.max_blocks} blocks"
-            places.extend(range(first, first + len(span.blocks)))
-            blocks.extend(span.blocks)
+        for index, added in grown(spans):
+            row = self[index]
+            first = index * self.max_blocks + row.num_blocks
+            row.num_blocks += len(added)
+            assert row.num_blocks <= self.max_blocks, f"row {index} has more than {self.max_blocks} blocks"
+            places.extend(range(first, first + len(added)))
+            blocks.extend(added)
         return places, blocks
 
     def __getitem__(self, row: int) -> HostRow:

@@ -2,51 +2,73 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
-from tandem.plan import Arrival, Span
+from tandem.plan import Arrival, Span, Spans
+from tandem.schedule.lockstep import NOBODY, Crew
 from tandem.schedule.progress import Progress
 
 
 class Flight(NamedTuple):
     """One step in flight.
 
-    owners    whose the spans are, one each.
-    sampling  whose the tokens will be, in the order of the sampling spans.
-    indices   the span of each of those, or None if every span samples.
+    crew         whose the spans in lockstep are; each samples.    others  whose the spans behind them are.
     num_decodes, num_prefill   decoding requests, and tokens of prompts.
     """
 
     step: int
-    spans: Sequence[Span]
-    owners: Sequence[Progress]
-    sampling: Sequence[Progress]
-    indices: Sequence[int] | None
+    spans: Spans
+    crew: Crew
+    others: Sequence[Progress]
     num_decodes: int
-    num_prefill: int = 0
+    num_prefill: int
+
+    @property
+    def owners(self) -> list[Progress]:
+        """Whose the spans are, one each."""
+        return [*self.crew.owners, *self.others]
+
+    @property
+    def sampling_others(self) -> list[Progress]:
+        """Whose the tokens behind the crew's will be."""
+        return list(compress(self.others, (span.samples for span in self.spans.others)))
+
+    @property
+    def indices(self) -> list[int]:
+        """The spans that sample."""
+        num_crew = len(self.crew.owners)
+        behind = [num_crew + i for i, span in enumerate(self.spans.others) if span.samples]
+        return [*range(num_crew), *behind]
 
 
 @dataclass(slots=True)
 class Draft:
-    """Decodes are put in first, each sampling; then prefill chunks. ending: whose last token this step samples."""
+    """Decodes are put in first, each sampling; then prefill chunks.
+
+    crew, blocks   the decodes in lockstep, and the blocks that their rows get.
+    spans, owners  the other spans: num_alone decodes, then prefill chunks.
+    ending         whose last token this step samples.
+    """
 
     step: int
+    crew: Crew = NOBODY
+    blocks: dict[int, Sequence[int]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     owners: list[Progress] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     ending: list[Progress] = field(default_factory=list)
-    num_decodes: int = 0
+    num_alone: int = 0
     held: str = ""
 
+    @property
+    def num_decodes(self) -> int:
+        return len(self.crew.owners) + self.num_alone
+
     def flight(self) -> Flight:
-        spans, owners = self.spans, self.owners
-        if self.num_decodes == len(spans):
-            return Flight(self.step, spans, owners, owners, None, self.num_decodes)
-        indices = [*range(self.num_decodes)]
-        indices += [i for i in range(self.num_decodes, len(spans)) if spans[i].samples]
-        num_prefill = sum(span.length for span in spans[self.num_decodes :])
-        return Flight(
-            self.step, spans, owners, [owners[i] for i in indices], indices, self.num_decodes, num_prefill
-        )  # fmt: skip
+        crew = self.crew
+        spans = Spans(self.step, crew.requests, crew.rows, crew.offsets, self.blocks, self.spans)
+        num_prefill = sum(span.length for span in self.spans[self.num_alone :])
+        return Flight(self.step, spans, crew, self.owners, self.num_decodes, num_prefill)

@@ -9,6 +9,7 @@ from tandem.kv.ledger import Table
 from tandem.kv.prefix import Chain
 from tandem.plan import Mask
 from tandem.request import Request
+from tandem.schedule.lockstep import STILL, Beat
 
 log = logging.getLogger("tandem.schedule")
 
@@ -35,7 +36,8 @@ class Progress:
     """Counters of one request. Positions: computed (planned) ≤ known (len(tokens)) + owed.
 
     limit       length of prompt and output at which it ends.
-    event       the decode position at which a block, the end or a grammar needs care; below it, none does.
+    offset      computed, less the step of the beat that it follows: in lockstep, or STILL (lockstep.py).
+    due_step    the step at which a block or the end needs care, if it is in lockstep; else -1.
     plain       its next token needs no care unless it is one of stops.
     new_blocks  blocks that no span has named yet.
     size        tokens to compute, as the waiting queue knew it.
@@ -45,8 +47,8 @@ class Progress:
     """
 
     __slots__ = (
-        "arrived", "cached", "chain", "code", "computed", "error", "event", "id", "key", "last_step", "limit", "mask",
-        "new_blocks", "num_overtakes", "num_preemptions", "number", "plain", "prompt_length", "prompt_sent",
+        "arrived", "beat", "cached", "chain", "code", "due_step", "error", "id", "key", "last_step", "limit", "mask",
+        "new_blocks", "num_overtakes", "num_preemptions", "number", "offset", "plain", "prompt_length", "prompt_sent",
         "prompt_step", "request", "row", "siblings", "size", "spoke", "stamp", "status", "stops", "table", "tokens",
         "tried_blocks", "tried_reserve",
     )  # fmt: skip
@@ -67,8 +69,9 @@ class Progress:
         self.table: Table | None = None
         self.row = -1
         self.arrived = False
-        self.computed = 0
-        self.event = 0
+        self.beat = STILL
+        self.offset = 0
+        self.due_step = -1
         self.new_blocks: Sequence[int] = ()
         self.plain = False
         self.spoke = False
@@ -85,6 +88,19 @@ class Progress:
         self.tried_blocks = -1
         self.tried_reserve = 0
         self.num_preemptions = 0
+
+    @property
+    def computed(self) -> int:
+        """Positions computed by the steps planned so far."""
+        return self.offset + self.beat.step
+
+    @computed.setter
+    def computed(self, value: int) -> None:
+        self.offset = value - self.beat.step
+
+    def follow(self, beat: Beat) -> None:
+        """Move with this beat from now on."""
+        self.offset, self.beat, self.due_step = self.computed - beat.step, beat, -1
 
     @property
     def known(self) -> Sequence[int]:

@@ -4,6 +4,7 @@ import heapq
 
 from tandem.kv.ledger import Ledger, Table
 from tandem.schedule.draft import Draft
+from tandem.schedule.lockstep import NOBODY, STILL, Beat, Crew
 from tandem.schedule.progress import Progress, Status
 from tandem.schedule.waiting import WaitingQueue
 
@@ -12,6 +13,7 @@ class Running:
     """All live requests by name, those that run by what they do, and the rows.
 
     step      the latest step planned.
+    crew      of those who decode, those in lockstep, who follow the beat; paused: the others.
     departed  rows left since the last plan.    preempted  requests that lost their row since then.
     """
 
@@ -21,6 +23,10 @@ class Running:
         self.num_rows = num_rows
         self.step = 0
         self.requests: dict[str, Progress] = {}
+        self.beat = Beat(1)
+        self.crew = NOBODY
+        self.paused: list[Progress] = []
+        self._calendar: dict[int, list[Progress]] = {}
         self.decoding: list[Progress] = []
         self.prefilling: list[Progress] = []
         self.leaving: list[Progress] = []
@@ -28,7 +34,7 @@ class Running:
         self.preempted: list[str] = []
         self.free_rows = list(range(num_rows))
         self.num_ending = self.num_parked = self.num_preemptions = 0
-        self._stale = False
+        self._stale, self._is_mustered = False, True
 
     @property
     def num_running(self) -> int:
@@ -37,10 +43,23 @@ class Running:
     def tidy(self) -> None:
         """Drop those whose status changed from the lists; before and after planning. O(1) if nobody's did."""
         if self._stale:
-            self._stale = False
-            self.decoding = [p for p in self.decoding if p.status is Status.DECODE]
-            self.prefilling = [p for p in self.prefilling if p.status is Status.PREFILL]
-            self.leaving = [p for p in self.leaving if p.status is Status.LEAVING]
+            self._stale, self._is_mustered = False, False
+            decode, prefill, leaving = Status.DECODE, Status.PREFILL, Status.LEAVING
+            self.decoding = [p for p in self.decoding if p.status is decode]
+            self.prefilling = [p for p in self.prefilling if p.status is prefill]
+            self.leaving = [p for p in self.leaving if p.status is leaving]
+
+    def muster(self) -> Crew:
+        """Those in lockstep; the same object while they are the same. O(1) if nobody's status changed."""
+        self.tidy()
+        if not self._is_mustered:
+            self._is_mustered = True
+            beat = self.beat
+            members = [p for p in self.decoding if p.beat is beat]
+            if members != self.crew.owners:
+                self.crew = Crew.of(members)
+            self.paused = [] if len(members) == len(self.decoding) else [p for p in self.decoding if p.beat is STILL]
+        return self.crew
 
     def enter(self, progress: Progress) -> None:
         """Take a new request in: it waits, or is parked until its first sibling's prompt is computed.
@@ -134,7 +153,7 @@ class Running:
             victim = self._least_important()
             if victim.owed:
                 victim.status = Status.LEAVING
-                victim.event = -1
+                victim.follow(STILL)
                 self.leaving.append(victim)
                 self._stale = True
                 return False
@@ -151,7 +170,6 @@ class Running:
         assert not progress.owed, "a request that is owed a token was preempted"
         self._give_back(progress, self.step, forget=False)
         progress.computed = 0
-        progress.event = -1
         progress.plain = False
         progress.prompt_step = -1
         progress.num_preemptions += 1
@@ -172,6 +190,7 @@ class Running:
 
     def begin_ending(self, progress: Progress, draft: Draft) -> None:
         """This step samples its last token."""
+        progress.follow(STILL)
         progress.status = Status.ENDING
         progress.plain = False
         progress.last_step = draft.step
@@ -182,13 +201,45 @@ class Running:
     def begin_decoding(self, progress: Progress) -> None:
         progress.status = Status.DECODE
         self.decoding.append(progress)
-        self.set_event(progress)
+        if progress.mask is None:
+            self.join(progress)
+            self._set_due(progress)
         self._stale = True
 
-    def set_event(self, progress: Progress) -> None:
+    def join(self, progress: Progress) -> None:
+        """It moves in lockstep with the others from the next step on."""
+        if progress.beat is STILL:
+            progress.follow(self.beat)
+            self._stale = True
+
+    def pause(self, progress: Progress) -> None:
+        """It cannot go on with the others, and is asked again at each step."""
+        if progress.beat is not STILL:
+            progress.follow(STILL)
+            self._stale = True
+
+    def go_on(self, progress: Progress, draft: Draft) -> None:
+        """Its token of this step is planned: look ahead."""
+        if progress.computed + 1 >= progress.limit:
+            self.begin_ending(progress, draft)
+        elif progress.mask is None:
+            self._set_due(progress)
+
+    def _set_due(self, progress: Progress) -> None:
+        """Enter it where its blocks are full, or where its last token but one was planned."""
         assert progress.table is not None
-        capacity = len(progress.table.blocks) * self.ledger.block_size
-        progress.event = min(capacity, progress.limit - 2) if progress.mask is None else -1
+        position = min(len(progress.table.blocks) * self.ledger.block_size, progress.limit - 2)
+        progress.due_step = max(position, progress.computed) - progress.offset
+        self._calendar.setdefault(progress.due_step, []).append(progress)
+
+    def take_due(self) -> list[Progress]:
+        """Who needs care at the next step. An entry of one who has left since is none any more."""
+        self.muster()
+        step = self.beat.step
+        due = [*self.paused, *(p for p in self._calendar.pop(step, ()) if p.due_step == step)]
+        for progress in due:
+            progress.due_step = -1
+        return due
 
     def give_row(self, progress: Progress) -> None:
         if progress.row >= 0:
@@ -205,6 +256,7 @@ class Running:
                 self.ledger.learn(table, progress.tokens, progress.computed)
             self.ledger.release(table, last_step, forget=forget)
             progress.table = None
+        progress.follow(STILL)
         self.give_row(progress)
         progress.new_blocks = ()
         self._stale = True
@@ -242,6 +294,10 @@ class Running:
         assert by_status[Status.WAITING] == len(self.waiting)
         assert by_status[Status.PARKED] == self.num_parked
         assert by_status[Status.ENDING] == self.num_ending
+        if self._is_mustered and not self._stale:
+            members = [p for p in self.decoding if p.beat is self.beat]
+            assert self.crew == Crew.of(members), "a column of the crew is out of date"
+            assert all(p.due_step >= self.beat.step for p in self.crew.owners), "in lockstep, and nobody looks after it"
         assert by_status[Status.DECODE] == sum(p.status is Status.DECODE for p in self.decoding)
         assert by_status[Status.PREFILL] == sum(p.status is Status.PREFILL for p in self.prefilling)
         assert by_status[Status.LEAVING] == sum(p.status is Status.LEAVING for p in self.leaving)

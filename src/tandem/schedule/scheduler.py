@@ -12,15 +12,15 @@ by length is known ahead; an end by a stop token is seen at commit, and rows pla
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.errors import CapacityError, ContextLengthError, RequestError, SettingError
 from tandem.kv.ledger import Ledger, LedgerStatistics
-from tandem.plan import Mask, StepPlan, StepResult
+from tandem.plan import Changes, Mask, StepPlan, StepResult
 from tandem.request import Change, Request, checked_priority
 from tandem.schedule.decode import plan_decodes
 from tandem.schedule.draft import Draft, Flight
+from tandem.schedule.lockstep import Crew
 from tandem.schedule.pace import Pace
 from tandem.schedule.prefill import plan_prefills
 from tandem.schedule.progress import Progress
@@ -92,7 +92,7 @@ class Scheduler:
         self._running = Running(self.ledger, self._waiting, num_rows)
         self._pace = Pace(target_step_s) if target_step_s else None
         self._flights: deque[Flight] = deque()
-        self._last_owners: Sequence[Progress] = ()
+        self._last_crew: Crew | None = None
         self._num_added = 0
 
     def add(self, request: Request, mask: Mask | None = None) -> None:
@@ -150,12 +150,13 @@ class Scheduler:
         """What the next step does; None if nothing can be computed until a commit, an add, or a grammar is ready."""
         running = self._running
         draft = Draft(running.step + 1)
+        running.beat.step = draft.step  # nobody follows it if the last plan came to nothing
         running.tidy()
         if running.leaving:
             running.resolve_leaving()
         plan_decodes(running, draft)
         plan_prefills(running, draft, self._prefill_budget(draft.num_decodes))
-        if not draft.spans:
+        if not draft.spans and not draft.crew.owners:
             assert not draft.copies and not draft.masks, "a copy or a mask without a span"
             return None
         return self._finish(draft)
@@ -165,16 +166,16 @@ class Scheduler:
         return min(left, self._pace.chunk) if self._pace is not None and self._running.decoding else left
 
     def _finish(self, draft: Draft) -> StepPlan:
-        running, owners = self._running, draft.owners
+        running, flight = self._running, draft.flight()
         departed, running.departed = running.departed, []
         preempted, running.preempted = running.preempted, []
-        pure = draft.num_decodes == len(owners)
+        pure = not draft.spans
         still = not (draft.arrivals or departed or draft.copies or draft.masks)
-        steady = pure and still and owners == self._last_owners
-        self._last_owners = owners if pure else ()
+        steady = pure and still and draft.crew is self._last_crew
+        self._last_crew = draft.crew if pure else None
         running.step = draft.step
-        self._flights.append(draft.flight())
-        for progress in owners[draft.num_decodes :]:
+        self._flights.append(flight)
+        for progress in draft.owners[draft.num_alone :]:
             assert progress.table is not None
             self.ledger.learn(progress.table, progress.tokens, progress.computed)
             if progress.siblings and progress.prompt_step >= 0:
@@ -182,11 +183,11 @@ class Scheduler:
         for progress in draft.ending:
             running.give_row(progress)
         return StepPlan(
-            draft.step, draft.spans, draft.arrivals, departed, draft.copies, draft.masks,
+            draft.step, flight.spans, draft.arrivals, departed, draft.copies, draft.masks,
             draft.num_decodes, steady, preempted, draft.held,
         )  # fmt: skip
 
-    def commit(self, result: StepResult) -> list[Change]:
+    def commit(self, result: StepResult) -> Changes:
         """Settle the oldest step in flight. One change a request that has news; ghosts have none."""
         flight = self._flights.popleft()
         assert flight.step == result.step, f"step {flight.step} was to come home, not {result.step}"

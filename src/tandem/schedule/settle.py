@@ -1,57 +1,56 @@
 """What a step's result means for its requests: tokens are kept, requests end, news is written. It plans nothing."""
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
-from typing import cast
+from itertools import compress
 
-from tandem.plan import StepResult
+from tandem.plan import Changes, StepResult
 from tandem.request import Change, FinishReason, TokenLogprobs
 from tandem.schedule.draft import Flight
 from tandem.schedule.progress import Progress, Status
 from tandem.schedule.running import Running
 
-_new = tuple.__new__
-_rest_of_change = [repeat(value) for value in Change("", ())[2:]]
 
-
-def settle(running: Running, flight: Flight, result: StepResult) -> list[Change]:
+def settle(running: Running, flight: Flight, result: StepResult) -> Changes:
     """Hand the result out. One change a request that has news; ghosts have none."""
     if result.failed or result.logprobs or result.prompt_logprobs or result.counts is not None:
-        return _settle_with_extras(running, flight, result)
-    sampling = flight.sampling
-    careful = []
-    for index, (progress, token) in enumerate(zip(sampling, result.tokens, strict=True)):
-        if progress.plain and token not in progress.stops:
-            progress.tokens.append(token)
-        else:
-            careful.append(index)
-    # one pass in C makes everybody's news; those that needed care are put right behind it
-    columns = zip([progress.id for progress in sampling], zip(result.tokens), *_rest_of_change)  # noqa: B905
-    changes: list[Change | None] = list(map(_new, repeat(Change), columns))
-    if careful:
-        for index in careful:
-            changes[index] = _take(running, sampling[index], result.tokens[index], None, None)
-        return [change for change in changes if change is not None]
-    return cast(list[Change], changes)
+        return Changes((), (), _settle_with_extras(running, flight, result))
+    crew, others, num_crew = flight.crew, flight.sampling_others, len(flight.crew.owners)
+    tokens, behind = result.tokens[:num_crew], result.tokens[num_crew:]
+    requests, known = crew.requests, crew.tokens
+    careful = list(zip(others, behind, strict=True))
+    plain = [progress.plain for progress in crew.owners]
+    if not crew.stops.isdisjoint(tokens):
+        said = zip(crew.owners, tokens, plain, strict=True)
+        plain = [is_plain and token not in progress.stops for progress, token, is_plain in said]
+    if False in plain:
+        said = zip(crew.owners, tokens, plain, strict=True)
+        careful = [(progress, token) for progress, token, is_plain in said if not is_plain] + careful
+        requests, known = list(compress(requests, plain)), list(compress(known, plain))
+        tokens = list(compress(tokens, plain))
+    for of_one, token in zip(known, tokens, strict=True):
+        of_one.append(token)
+    changes = [_take(running, progress, token, None, None) for progress, token in careful]
+    return Changes(requests, tokens, [change for change in changes if change is not None])
 
 
 def _settle_with_extras(running: Running, flight: Flight, result: StepResult) -> list[Change]:
     changes = list(_fail(running, flight, result.failed))
+    owners = flight.owners
     prompts: dict[int, Sequence[TokenLogprobs]] = {}
     for index, entries in result.prompt_logprobs.items():
-        progress = flight.owners[index]
+        progress = owners[index]
         if progress.status is not Status.ENDED and progress.wants_prompt_logprobs:
             prompts[index] = _prompt_entries(progress, flight.spans[index].start, entries)
     tokens = iter(result.tokens)
-    for i, progress in enumerate(flight.sampling):
-        index = i if flight.indices is None else flight.indices[i]
+    for i, index in enumerate(flight.indices):
+        progress = owners[index]
         if result.counts is not None and result.counts[i] != 1:
             assert result.counts[i] == 0 and progress.status is Status.ENDED, "a row brought home other than one token"
             continue
         change = _take(running, progress, next(tokens), result.logprobs.get(index), prompts.pop(index, None))
         if change is not None:
             changes.append(change)
-    changes += [_speak(flight.owners[index], prompt_logprobs=entries) for index, entries in prompts.items()]
+    changes += [_speak(owners[index], prompt_logprobs=entries) for index, entries in prompts.items()]
     return changes
 
 
