@@ -24,13 +24,16 @@ def run(
 ) -> tuple[list[Update], Completion]:  # fmt: skip
     """Push a script, `group` tokens a change, until the stream has enough."""
     ids = ids_of(text, pieces) if pieces and isinstance(pieces[0], str) else list(pieces)
-    output = OutputStream(SamplingParams(**params), text, prompt)
+    output, twin = (OutputStream(SamplingParams(**params), text, prompt) for _ in range(2))
     updates = []
     for start in range(0, len(ids), group):
         part = ids[start : start + group]
         entries = [TokenLogprobs(token, -0.5, 1, ()) for token in part] if logprobs else None
         ends = finish if start + group >= len(ids) else None
         update = output.push(Change("a", part, ends, logprobs=entries))
+        is_token = len(part) == 1 and ends is None and entries is None
+        change = Change("a", part, ends, logprobs=entries)
+        assert update == (twin.push_token(part[0]) if is_token else twin.push(change)), "a token's own way is another"
         if update is not None:
             updates.append(update)
         if output.stopped:

@@ -23,6 +23,7 @@ from tandem.errors import (
     RequestError,
     TandemError,
 )
+from tandem.plan import Changes
 from tandem.request import Change, Constraint, Request, SamplingParams, TokenLogprobs
 
 MAKE = "engine_fakes:make_fake_loop"
@@ -75,7 +76,10 @@ def test_everything_survives_the_wire() -> None:
             assert back == mail
     logprob = TokenLogprobs(4, -0.5, 1, ((4, -0.5), (5, -1.0)))
     change = Change("r", [4], "stop", [logprob], [TokenLogprobs(1, None, 0, ())], None, 3, None)
-    assert wire.decode_news(wire.encode(wire.ChangesNews([change]))).changes == [change]
+    assert list(wire.decode_news(wire.encode(wire.ChangesNews.of([change]))).changes) == [change]
+    changes = wire.decode_news(wire.encode(wire.ChangesNews.of(Changes(["a", "b"], [7, 0], [change])))).changes
+    assert (changes.requests, changes.tokens, changes.others) == (["a", "b"], [7, 0], [change])
+    assert list(changes) == [Change("a", (7,)), Change("b", (0,)), change]
     for error in (RequestError("no", param="n", code="c", hint="h"), CapacityError("big"), ModelError("m", hint="h")):
         back = wire.error_of(wire.decode_news(wire.encode(wire.StoppedNews(wire.fault_of(error)))).fault)
         assert type(back) is type(error) and str(back) == str(error)

@@ -74,7 +74,7 @@ class SocketMailbox:
         self._news.send(wire.encode(news))
 
     def deliver(self, changes: Sequence[Change]) -> None:
-        self.send(wire.ChangesNews(list(changes)))
+        self.send(wire.ChangesNews.of(changes))
 
     def answer(self, number: int, value: Any, error: TandemError | None) -> None:
         self.send(wire.AnswerNews(number, value, wire.fault_of(error)))

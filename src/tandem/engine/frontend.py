@@ -20,6 +20,7 @@ from tandem.engine.contract import Abort, Add, Card, Mail, Update
 from tandem.engine.output import OutputStream
 from tandem.engine.text import Text
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, GrammarError, RequestError, TandemError
+from tandem.plan import Changes, others_of
 from tandem.request import Change, Request, SamplingParams
 from tandem.values import INTEGER_LIMIT, is_integer, show
 
@@ -171,34 +172,41 @@ class FrontEnd:
         """Route the changes of one step. A job whose text cannot be assembled fails alone."""
         while self._abandoned:
             self.abort(self._abandoned.popleft())
-        for change in changes:
-            answer = self._answers.get(change.request)
-            if answer is None:
-                continue  # a stop string ended it here before the engine knew
-            try:
-                self._route(answer, change)
-            except Exception as error:
-                log.exception("request %s failed on the way out", change.request)
-                self._fail(
-                    answer.job, RequestError(f"the answer could not be assembled: {error}", code="internal_error")
-                )
+        if isinstance(changes, Changes):
+            for request, token in zip(changes.requests, changes.tokens, strict=True):
+                self._hear(request, token)
+        for change in others_of(changes):
+            self._hear(change.request, change)
 
-    def _route(self, answer: _Answer, change: Change) -> None:
+    def _hear(self, request: str, news: Change | int) -> None:
+        """A change, or one token more and nothing else."""
+        answer = self._answers.get(request)
+        if answer is None:
+            return  # a stop string ended it here before the engine knew
+        try:
+            if isinstance(news, Change):
+                if news.finish == "error":
+                    del answer.job.live[request], self._answers[request]
+                    self._fail(answer.job, error_of(news))
+                else:
+                    self._route(answer, request, answer.output.push(news), news.finish is not None)
+            else:
+                self._route(answer, request, answer.output.push_token(news), False)
+        except Exception as error:
+            log.exception("request %s failed on the way out", request)
+            self._fail(answer.job, RequestError(f"the answer could not be assembled: {error}", code="internal_error"))
+
+    def _route(self, answer: _Answer, request: str, update: Update | None, is_known: bool) -> None:
+        """is_known: the engine knows that the request has ended, if it has."""
         job, sink = answer.job, answer.job.sink
         assert sink is not None
-        if change.finish == "error":
-            job.live.pop(change.request, None)
-            self._answers.pop(change.request, None)
-            self._fail(job, error_of(change))
-            return
-        update = answer.output.push(change)
         if update is None:
             return
         if update.finish is not None:
-            if change.finish is None:
-                self._send_abort(change.request)  # a stop string: the engine does not know
-            del self._answers[change.request]
-            del job.live[change.request]
+            if not is_known:
+                self._send_abort(request)  # a stop string
+            del self._answers[request]
+            del job.live[request]
         sink.feed(update)
         if not job.live:
             sink.end(None)

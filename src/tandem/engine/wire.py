@@ -3,6 +3,7 @@
 No pickle: a message can only ever become one of these shapes, whatever the sender writes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import Struct
 from tandem import errors
 from tandem.engine.contract import Abort, Add, Call, Card, Close, Mail
 from tandem.errors import RequestError, TandemError
+from tandem.plan import Changes
 from tandem.request import Change, Request
 
 
@@ -43,7 +45,21 @@ class Fault(Struct, array_like=True):
 
 
 class ChangesNews(Struct, tag=0, array_like=True):
-    changes: list[Change]
+    """As plan.Changes: a token more for each of the requests, and the other changes in full."""
+
+    requests: Sequence[str]
+    tokens: Sequence[int]
+    others: Sequence[Change]
+
+    @classmethod
+    def of(cls, changes: Sequence[Change]) -> "ChangesNews":
+        if isinstance(changes, Changes):
+            return cls(changes.requests, changes.tokens, changes.others)
+        return cls((), (), changes)
+
+    @property
+    def changes(self) -> Changes:
+        return Changes(self.requests, self.tokens, self.others)
 
 
 class ReportNews(Struct, tag=1, array_like=True):
