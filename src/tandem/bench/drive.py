@@ -67,11 +67,15 @@ class Record:
 
 
 class RecordingMailbox:
-    """The loop's mailbox: hands over requests that are all there at the start, records what comes back."""
+    """The loop's mailbox: hands over requests that are all there at the start, records what comes back.
+
+    News is kept as it comes and looked at when the records are asked for, since a client's work is not the loop's.
+    """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._mail: list[Mail] = [Add(request) for request in requests]
-        self.records = {request.id: Record(request.arrival_s) for request in requests}
+        self._records = {request.id: Record(request.arrival_s) for request in requests}
+        self._heard: list[tuple[float, Sequence[Change]]] = []
 
     def take(self) -> Sequence[Mail]:
         mail, self._mail = self._mail, []
@@ -81,14 +85,20 @@ class RecordingMailbox:
         time.sleep(0.0)
 
     def deliver(self, changes: Sequence[Change]) -> None:
-        now_s = time.perf_counter()
-        for change in changes:
-            record = self.records[change.request]
-            if change.tokens:
+        self._heard.append((time.perf_counter(), changes))
+
+    @property
+    def records(self) -> dict[str, Record]:
+        """By request, what has come so far."""
+        heard, self._heard = self._heard, []
+        for now_s, changes in heard:
+            for change in changes:
+                record = self._records[change.request]
                 record.tokens.extend(change.tokens)
                 record.times_s.extend([now_s] * len(change.tokens))
-            if change.finish is not None:
-                record.finish, record.error = change.finish, change.error
+                if change.finish is not None:
+                    record.finish, record.error = change.finish, change.error
+        return self._records
 
     def answer(self, number: int, value: Any, error: TandemError | None) -> None: ...
 
