@@ -4,8 +4,17 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from tandem.plan import Arrival, Span, StepPlan, StepResult
+from tandem.plan import Arrival, Span, Spans, StepPlan, StepResult
 from tandem.request import SamplingParams, TokenLogprobs
+
+
+def in_columns(step: int, spans: list[Span], num_decodes: int) -> Spans:
+    """The same spans as the scheduler has them: those in lockstep as columns."""
+    decodes = spans[:num_decodes]
+    return Spans(
+        step, [s.request for s in decodes], [s.row for s in decodes], [s.start - step for s in decodes],
+        {s.row: s.blocks for s in decodes if s.blocks}, spans[num_decodes:],
+    )  # fmt: skip
 
 
 @dataclass
@@ -106,6 +115,8 @@ class Drive:
         steady = steady and now == [(request, start + 1) for request, start in self.last_spans]
         self.num_steady += steady
         self.last_spans = now
+        if self.step % 2:
+            spans = in_columns(self.step, spans, len(decodes))
         plan = StepPlan(
             self.step, spans, arrivals, self.departed, num_decodes=len(decodes), steady=steady
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.attention.contract import Batch
 from tandem.kernels.step import CARRIED, advance, spread
-from tandem.plan import Span, StepPlan
+from tandem.plan import Span, Spans, StepPlan
 from tandem.runner.rows import DeviceRows, HostRows
 
 
@@ -51,6 +51,17 @@ class Layout:
     rows_R: np.ndarray
     samples_S: np.ndarray
     stretches: list[PromptStretch]
+
+    @property
+    def num_single(self) -> int:
+        """How many spans at the front have one token."""
+        longer = np.flatnonzero(np.diff(self.query_starts_S1) != 1)
+        return int(longer[0]) if len(longer) else len(self.rows_S)
+
+    @property
+    def host_spans(self) -> list[tuple[int, int]]:
+        """Start and length of each span."""
+        return list(zip(self.starts_S.tolist(), np.diff(self.query_starts_S1).tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -123,10 +134,9 @@ class Packer:
 
     def _pack_layout(self, plan: StepPlan, places: Sequence[int], blocks: Sequence[int]) -> Packed:
         spans = plan.spans
-        table = np.array([(s.row, s.start, s.length, s.samples) for s in spans], dtype=np.int64).reshape(-1, 4)
-        rows_S, starts_S, counts_S, samples_S = (np.ascontiguousarray(column) for column in table.T)
+        rows_S, starts_S, counts_S, samples_S = _columns(spans)
         carried_S = starts_S >= self.rows.num_known_R[rows_S]
-        layout = self._lay_out(spans, rows_S, starts_S, counts_S, samples_S.astype(bool), carried_S)
+        layout = self._lay_out(spans, rows_S, starts_S, counts_S, samples_S, carried_S)
         decode = bool(carried_S.all() and samples_S.all() and (counts_S == 1).all()) and not layout.stretches
         return Packed(
             plan, len(spans), int(samples_S.sum()), decode, int(counts_S.max(initial=0)),
@@ -147,7 +157,7 @@ class Packer:
             known = self.rows[span.row].tokens[span.start : span.start + span.length]
             ids_T[first : first + len(known)] = known
         last_S = query_starts_S1[1:].astype(np.int64) - 1
-        stretches, extra = self._stretches(spans, query_starts_S1, int(samples_S.sum()))
+        stretches, extra = self._stretches(spans, rows_S, query_starts_S1, int(samples_S.sum()))
         return Layout(
             ids_T, firsts_T + np.arange(num_tokens), np.repeat(rows_S, counts_S), rows_S, starts_S,
             (starts_S + counts_S).astype(np.int32), query_starts_S1,
@@ -155,15 +165,15 @@ class Packer:
         )  # fmt: skip
 
     def _stretches(
-        self, spans: Sequence[Span], query_starts_S1: np.ndarray, num_samples: int
+        self, spans: Sequence[Span], rows_S: np.ndarray, query_starts_S1: np.ndarray, num_samples: int
     ) -> tuple[list[PromptStretch], list[np.ndarray]]:
         stretches: list[PromptStretch] = []
         extra: list[np.ndarray] = []
         first = num_samples
-        for index, span in enumerate(spans):
-            row = self.rows[span.row]
+        for index in np.flatnonzero(self.rows.wants_prompt_R[rows_S]).tolist():
+            span, row = spans[index], self.rows[rows_S[index]]
             count = min(span.start + span.length, row.prompt_length - 1) - span.start
-            if row.params.prompt_logprobs is not None and count > 0:
+            if count > 0 and row.params.prompt_logprobs is not None:
                 targets = row.tokens[span.start + 1 : span.start + 1 + count]
                 stretches.append(PromptStretch(index, first, count, targets, row.params.prompt_logprobs))
                 extra.append(np.arange(query_starts_S1[index], query_starts_S1[index] + count, dtype=np.int64))
@@ -215,14 +225,14 @@ class Assembler:
             lengths_S=torch.from_numpy(layout.lengths_S),
             tables_SB=torch.empty((packed.num_spans, width), dtype=torch.int32),
             sampled_R=None if packed.decode else torch.from_numpy(layout.sampled_R),
-            num_decodes=num_single(packed.plan.spans),
+            num_decodes=layout.num_single,
             max_query=packed.max_query,
             max_length=packed.max_length,
         )
         self._rows_S, self._starts_S = rows_S, torch.from_numpy(layout.starts_S)
         self.sampled_rows_R = torch.from_numpy(layout.rows_R)
         if not packed.decode:
-            batch.host_spans = [(span.start, span.length) for span in packed.plan.spans]
+            batch.host_spans = layout.host_spans
             spread(
                 ids_T, rows_T, batch.positions_T, rows_S, batch.lengths_S, self._rows.last_R, self._rows.tables_RB,
                 self._block_size, batch.slots_T, batch.tables_SB,
@@ -230,9 +240,14 @@ class Assembler:
         return batch
 
 
-def num_single(spans: Sequence[Span]) -> int:
-    """How many spans at the front have one token."""
-    for index, span in enumerate(spans):
-        if span.length != 1:
-            return index
-    return len(spans)
+def _columns(spans: Sequence[Span]) -> tuple[np.ndarray, ...]:
+    """Row, start and length of each span, int64, and whether it samples."""
+    others = spans.others if isinstance(spans, Spans) else spans
+    table = np.array([(s.row, s.start, s.length, s.samples) for s in others], dtype=np.int64).reshape(-1, 4)
+    rows_S, starts_S, counts_S, samples_S = (np.ascontiguousarray(column) for column in table.T)
+    if isinstance(spans, Spans):
+        ones = np.ones(len(spans.rows), dtype=np.int64)
+        rows_S = np.concatenate((np.array(spans.rows, dtype=np.int64), rows_S))
+        starts_S = np.concatenate((np.array(spans.offsets, dtype=np.int64) + spans.step, starts_S))
+        counts_S, samples_S = np.concatenate((ones, counts_S)), np.concatenate((ones, samples_S))
+    return rows_S, starts_S, counts_S, samples_S.astype(bool)

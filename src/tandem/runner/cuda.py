@@ -22,7 +22,7 @@ from tandem.attention.contract import AttentionBackend, Batch, KVCache
 from tandem.config import Resolved
 from tandem.kernels.step import advance, finish, spread
 from tandem.plan import StepPlan, StepResult
-from tandem.runner.batch import Layout, Packed, Packer, num_single
+from tandem.runner.batch import Layout, Packed, Packer
 from tandem.runner.clock import Timekeeper
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
@@ -145,7 +145,7 @@ class CudaRunner:
                 self._is_uneven = is_uneven(layout.lengths_S)
                 arrays |= Lanes.arrays(self._size_of(packed), layout.rows_S, layout.starts_S, numbers)
             else:
-                arrays |= _span_arrays(layout, num_single(packed.plan.spans), numbers)
+                arrays |= _span_arrays(layout, numbers)
         return slot.send(arrays) if arrays else {}
 
     def _size_of(self, packed: Packed) -> int:
@@ -217,8 +217,9 @@ class CudaRunner:
         self._turn_1.fill_(slot.index)
         if not packed.num_spans:
             return Drawn(None)
-        layout, block_size, num_decodes = packed.layout, self._cache.block_size, num_single(packed.plan.spans)
+        layout, block_size = packed.layout, self._cache.block_size
         assert layout is not None
+        num_decodes = layout.num_single
         batch = Batch(
             ids_T=sent["ids"],
             positions_T=sent["positions"],
@@ -232,7 +233,7 @@ class CudaRunner:
             num_decodes=num_decodes,
             max_query=packed.max_query,
             max_length=packed.max_length,
-            host_spans=[(span.start, span.length) for span in packed.plan.spans],
+            host_spans=layout.host_spans,
             order_S=sent.get("order"),
             is_uneven=is_uneven(layout.lengths_S[:num_decodes]),
         )
@@ -277,7 +278,7 @@ class CudaRunner:
         assert layout is not None
         self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
         numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)
-        sent = slot.send(_span_arrays(layout, num_single(packed.plan.spans), numbers))
+        sent = slot.send(_span_arrays(layout, numbers))
         self._streams.wait("compute", slot.moments.ready)
         return sent
 
@@ -325,7 +326,7 @@ class CudaRunner:
         }
 
 
-def _span_arrays(layout: Layout, num_decodes: int, numbers: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+def _span_arrays(layout: Layout, numbers: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
     """What to send of a step with prompts in it."""
     arrays = {
         "ids": layout.ids_T,
@@ -336,7 +337,7 @@ def _span_arrays(layout: Layout, num_decodes: int, numbers: Mapping[str, np.ndar
         "rows_R": layout.rows_R,
         "lengths": layout.lengths_S,
         "query_starts": layout.query_starts_S1,
-        "order": longest_first(layout.lengths_S[:num_decodes]),
+        "order": longest_first(layout.lengths_S[: layout.num_single]),
     }
     if numbers is not None:
         arrays |= numbers

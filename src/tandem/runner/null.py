@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tandem.errors import TandemError
 from tandem.plan import Arrival, Span, StepPlan, StepResult, StepTimes
@@ -181,11 +182,7 @@ class NullRunner:
         """The plain decodes at the front of the spans, in a tight loop; returns how many there were."""
         rows, slots, size, num_logits = self._rows, self._slots, self.block_size, self.facts.num_logits
         add = tokens.append
-        spans = plan.spans
-        num_decodes = plan.num_decodes
-        for index, (_, r, start, _, blocks, _) in enumerate(
-            spans if num_decodes == len(spans) else spans[:num_decodes]
-        ):
+        for index, (_, r, start, _, blocks, _) in enumerate(islice(plan.spans, plan.num_decodes)):
             row = rows[r]
             if row is None or row.special:
                 return index
@@ -198,7 +195,7 @@ class NullRunner:
             row.length = start + 1
             row.last = token = (after + row.seed) % num_logits
             add(token)
-        return num_decodes
+        return plan.num_decodes
 
     def _compute_span(self, index: int, span: Span, masks: dict[int, bytes], result: StepResult) -> int | None:
         """Write the span's positions, read back, and sample if it says so."""

@@ -47,11 +47,10 @@ def draw(
     rows_R     state row of each sampled token on the device, if it is there already.
     """
     drawn = Drawn(None)
-    spans = packed.plan.spans
     sampling = packed.sampling_spans
     if sampling:
-        row_ids = [spans[index].row for index in sampling]
-        positions = [spans[index].start + spans[index].length for index in sampling]
+        spans = [span for span in packed.plan.spans if span.samples]
+        row_ids, positions = [span.row for span in spans], [span.start + span.length for span in spans]
         logits_RV = logits_of(hidden_RE[: len(sampling)])
         sampled = sample(logits_RV, rows, row_ids, positions, packed.plan.masks, rows_R=rows_R)
         drawn.tokens_R = sampled.ids_R

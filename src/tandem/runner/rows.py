@@ -36,6 +36,7 @@ class HostRows:
         self.num_rows, self.max_blocks = num_rows, max_blocks
         self.rows: list[HostRow | None] = [None] * num_rows
         self.num_known_R = np.zeros(num_rows, dtype=np.int64)
+        self.wants_prompt_R = np.zeros(num_rows, dtype=bool)
         self._num_arrived = 0
 
     def depart(self, rows: Sequence[int]) -> None:
@@ -52,6 +53,7 @@ class HostRows:
                 arrival.request, tokens, arrival.prompt_length, arrival.params, self._num_arrived
             )
             self.num_known_R[arrival.row] = len(tokens)
+            self.wants_prompt_R[arrival.row] = arrival.params.prompt_logprobs is not None
 
     def grow(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
         """Take the blocks that spans add. Returns flat indices into the block tables [R, B] and the block ids."""
