@@ -18,6 +18,7 @@ last. The runner keeps that token on the device, in the row, so the host need no
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 from tandem.request import Change, Request, SamplingParams, TokenLogprobs
@@ -171,6 +172,9 @@ class StepResult:
     times: StepTimes = field(default_factory=StepTimes)
 
 
+_rest_of_change = [repeat(value) for value in Change("", ())[2:]]
+
+
 class Changes(Sequence[Change]):
     """The changes of one step. Those that are one token and nothing else, nearly all, are kept as columns.
 
@@ -188,7 +192,8 @@ class Changes(Sequence[Change]):
     @property
     def all(self) -> list[Change]:
         if self._all is None:
-            self._all = [Change(*pair) for pair in zip(self.requests, zip(self.tokens), strict=True)]
+            columns = zip(self.requests, zip(self.tokens, strict=True), *_rest_of_change, strict=False)
+            self._all = list(map(_new, repeat(Change), columns))  # one pass in C
             self._all += self.others
         return self._all
 

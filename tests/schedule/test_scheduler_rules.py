@@ -29,6 +29,19 @@ def test_steady_just_when_the_same_rows_go_on(depth: int) -> None:
     assert any(plan.steady and any(span.blocks for span in plan.spans) for plan in drive.plans)
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_steady_step_makes_nothing_new_for_its_rows(depth: int) -> None:
+    """Invariant 9: columns are made when somebody joins or leaves, and shared by the steps between, blocks or not."""
+    drive = Drive(depth, block_size=4)
+    drive.add(*(request(f"r{i}", 3 + i, 30) for i in range(5)))
+    drive.run()
+    pairs = list(zip(drive.plans, drive.plans[1:], strict=False))
+    steady = [(before.spans, plan.spans) for before, plan in pairs if plan.steady]
+    assert len(steady) > 15 and any(spans.blocks for _, spans in steady)
+    for before, spans in steady:
+        assert spans.rows is before.rows and spans.offsets is before.offsets and spans.requests is before.requests
+
+
 def test_an_end_by_length_costs_no_ghost_and_an_end_by_a_stop_costs_depth_minus_one() -> None:
     free = alone(request("a", 5, 30)).tokens
     for depth in DEPTHS:
