@@ -110,6 +110,15 @@ def grown(spans: Sequence[Span]) -> Iterable[tuple[int, Sequence[int]]]:
             yield span.row, span.blocks
 
 
+def names_of(spans: Sequence[Span]) -> Iterator[str]:
+    """Whose the spans are, in order, without making any."""
+    if isinstance(spans, Spans):
+        yield from spans.requests
+        spans = spans.others
+    for span in spans:
+        yield span.request
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What one step does. Spans of one carried token (decodes) come first, then prefill chunks.

@@ -1,6 +1,7 @@
 """Observers on a whole engine, turned by hand: what they say must be what its clients saw."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,17 @@ import pytest
 from tandem.bench.drive import RecordingMailbox, turn
 from tandem.engine.build import make_loop
 from tandem.engine.contract import Abort, Call, Mail
+from tandem.engine.loop import Loop
 from tandem.engine.null_model import KV_ELEMENTS
 from tandem.errors import TandemError
+from tandem.observe.metrics import Histogram, Metrics
+from tandem.observe.requests import RequestLedger
+from tandem.observe.timeline import Timeline
+from tandem.observer import Observer
+from tandem.plan import StepPlan
 from tandem.request import Request, SamplingParams
+from tandem.runner.null import NullRunner
+from tandem.schedule import Scheduler
 
 BLOCK_BYTES = 16 * KV_ELEMENTS * 4
 
@@ -96,3 +105,40 @@ def test_c27_an_engines_figures_are_what_its_clients_saw() -> None:
     assert any(set(a["queue_why_s"]) & {"rows", "blocks"} for a in accounts.values())
     assert timeline["num_steps"] == figures["steps"]
     assert timeline["device_active_s"] + sum(timeline["idle_s"].values()) == pytest.approx(timeline["device_span_s"])
+
+
+class Written(Observer):
+    """Shows others plans and changes with every span and change written out."""
+
+    def __init__(self, *others: Observer) -> None:
+        self.others = others
+
+    def request_added(self, request: Request, now_s: float) -> None:
+        for other in self.others:
+            other.request_added(request, now_s)
+
+    def step_submitted(self, plan: StepPlan, began_s: float, planned_s: float, submitted_s: float) -> None:
+        for other in self.others:
+            other.step_submitted(replace(plan, spans=list(plan.spans)), began_s, planned_s, submitted_s)
+
+    def step_collected(self, plan: StepPlan, result: Any, changes: Any, *times_s: float) -> None:
+        for other in self.others:
+            other.step_collected(replace(plan, spans=list(plan.spans)), result, list(changes), *times_s)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_columns_are_counted_as_if_written_out(depth: int) -> None:
+    asked = requests()[:-1]
+    runner = NullRunner(12, 16, 4, depth=depth)
+    scheduler = Scheduler(12, 16, 4, 64, 128)
+    seen, written = (Timeline(), Metrics(), RequestLedger()), (Timeline(), Metrics(), RequestLedger())
+    turn(Loop(scheduler, runner, Clients(asked), observers=[*seen, Written(*written)]))
+    assert seen[0].numbers() == written[0].numbers()
+    for one, other in zip(seen[1].families(), written[1].families(), strict=True):
+        for a, b in zip(one.samples, other.samples, strict=True):
+            if isinstance(a.value, Histogram):
+                assert (a.value.counts, a.value.sum) == (b.value.counts, pytest.approx(b.value.sum)), one.name
+            else:
+                assert a == b, one.name
+    assert [a.as_dict() for a in seen[2].accounts()] == [a.as_dict() for a in written[2].accounts()]
+    assert seen[1].num_preemptions and len(seen[2].accounts()) == len(asked)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.observer import Observer
-from tandem.plan import Span, StepPlan, StepResult, others_of
+from tandem.plan import Changes, Span, StepPlan, StepResult, names_of, others_of
 from tandem.request import Change, Request
 
 LATENCY_BUCKETS_S = (
@@ -160,13 +160,26 @@ class Metrics(Observer):
         self._lockstep_s = settled_s if plan.num_decodes == len(plan.spans) else 0.0
         gaps: dict[float, int] = {}
         num_heard = 0
-        for change in changes:
+        for request in changes.requests if isinstance(changes, Changes) else ():
+            known = self._live.get(request)
+            if known is None:
+                continue
+            num_heard += 1
+            if not known.first_s:
+                self._tokens(known, 1, 0, settled_s, gaps)
+                continue
+            gap_s = settled_s - known.last_s  # most by far: as _tokens, in half the time
+            gaps[gap_s] = gaps.get(gap_s, 0) + 1
+            known.last_s = settled_s
+            known.num_generated += 1
+            self.num_generated_tokens += 1
+        for change in others_of(changes):
             stream = self._live.get(change.request)
             if stream is None:
                 continue
             if change.tokens:
                 num_heard += 1
-                self._tokens(stream, change, settled_s, gaps)
+                self._tokens(stream, len(change.tokens), change.cached, settled_s, gaps)
             if change.finish is not None:
                 self._end(change.request, stream, change.finish, settled_s)
         for gap_s, times in gaps.items():
@@ -190,8 +203,8 @@ class Metrics(Observer):
     def _catch_up(self) -> None:
         """Write into each stream what it got while all moved in step."""
         if self._num_lockstep:
-            for span in self._lockstep_spans:
-                if stream := self._live.get(span.request):
+            for name in names_of(self._lockstep_spans):
+                if stream := self._live.get(name):
                     stream.num_generated += self._num_lockstep
                     stream.last_s = self._lockstep_s
             self._num_lockstep = 0
@@ -204,8 +217,7 @@ class Metrics(Observer):
             self.num_waiting += -1 if running else 1
         return stream
 
-    def _tokens(self, stream: _Stream, change: Change, now_s: float, gaps: dict[float, int]) -> None:
-        count = len(change.tokens)
+    def _tokens(self, stream: _Stream, count: int, cached: int, now_s: float, gaps: dict[float, int]) -> None:
         stream.num_generated += count
         self.num_generated_tokens += count
         if stream.first_s:
@@ -218,7 +230,7 @@ class Metrics(Observer):
             self.prompt_lengths.observe(stream.prompt_length)
             if stream.counts_prompt:
                 self.num_prompt_tokens += stream.prompt_length
-                self.num_cached_tokens += change.cached
+                self.num_cached_tokens += cached
             if count > 1:
                 gaps[0.0] = gaps.get(0.0, 0) + count - 1
         stream.last_s = now_s

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.observer import Observer
-from tandem.plan import Span, StepPlan, StepResult, others_of
+from tandem.plan import Changes, Span, StepPlan, StepResult, names_of, others_of
 from tandem.request import Change, Request
 
 NEXT_PLAN = "next plan"
@@ -141,11 +141,14 @@ class RequestLedger(Observer):
             return
         self._catch_up()
         self._lockstep = plan.num_decodes == len(plan.spans)
-        for index, span in enumerate(plan.spans):
-            if entry := self._open.get(span.request):
+        for index, name in enumerate(names_of(plan.spans)):
+            if entry := self._open.get(name):
                 self._step(entry, on_device, index < plan.num_decodes)
         self._device_s = on_device[1]
-        for change in changes:
+        for name in changes.requests if isinstance(changes, Changes) else ():
+            if entry := self._open.get(name):
+                entry.account.num_tokens += 1
+        for change in others_of(changes):
             if entry := self._open.get(change.request):
                 entry.account.num_tokens += len(change.tokens)
                 entry.account.num_cached += change.cached
@@ -172,8 +175,8 @@ class RequestLedger(Observer):
         """Write into each account what passed while all moved in step."""
         if not self._num_lockstep:
             return
-        for span in self._lockstep_spans:
-            if entry := self._open.get(span.request):
+        for name in names_of(self._lockstep_spans):
+            if entry := self._open.get(name):
                 account = entry.account
                 account.parts_s["host_gap"] += self._gap_s
                 account.parts_s["decode"] += self._decode_s
