@@ -106,14 +106,12 @@ def measure_host(
         gc.unfreeze()
     if mailbox.num_refused:
         raise TandemError(f"{mailbox.num_refused} requests were refused.")
-    steps = list(timeline.steps)
+    steps = list(timeline.steps)[depth - 1 :]  # the first ones were in flight, and timed, before
     parts = {
         "plan": [r.planned_s - r.plan_began_s for r in steps],
         "settle": [r.settled_s - r.host_home_s for r in steps],
         "collect": [r.host_home_s - r.wait_began_s for r in steps],
-        "submit": [
-            r.submitted_s - r.planned_s - took for r, took in zip(steps, timed.took_s[-len(steps) :], strict=False)
-        ],
+        "submit": [r.submitted_s - r.planned_s - took for r, took in zip(steps, timed.took_s, strict=False)],
     }
     totals = [sum(values) for values in zip(*parts.values(), strict=False)]
     median = {name: _rank(values, 0.5) * 1e6 for name, values in parts.items()}
