@@ -11,10 +11,10 @@ sum to the whole:
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.observer import Observer
-from tandem.plan import Changes, Span, StepPlan, StepResult, names_of, others_of
+from tandem.plan import Changes, Span, Spans, StepPlan, StepResult, names_of, others_of
 from tandem.request import Change, Request
 
 NEXT_PLAN = "next plan"
@@ -73,6 +73,14 @@ class _Open:
     state: str = "queue"
 
 
+class _Sums(NamedTuple):
+    """What has passed for all in lockstep since the start; of one of them, less what it was when that one joined."""
+
+    gap_s: float = 0.0
+    decode_s: float = 0.0
+    num_steps: int = 0
+
+
 class RequestLedger(Observer):
     """Keeps the accounts of live requests and of the last ``capacity`` that ended.
 
@@ -88,10 +96,9 @@ class RequestLedger(Observer):
         self._why_s: dict[str, float] = {}
         self._why, self._why_from_s = NEXT_PLAN, 0.0
         self._device_s = 0.0
-        self._lockstep = False
-        self._lockstep_spans: Sequence[Span] = ()
-        self._num_lockstep = 0
-        self._gap_s = self._decode_s = 0.0
+        self._sums = _Sums()
+        self._members: dict[str, _Sums] = {}
+        self._names: Sequence[str] = ()
 
     def account(self, request: str) -> Account | None:
         """The account of a request that has ended, or None if it is unknown, alive or forgotten."""
@@ -110,7 +117,6 @@ class RequestLedger(Observer):
         self._open[request.id] = _Open(account, max(now_s, arrival_s), self._clock(now_s))
 
     def request_aborted(self, request: str, now_s: float) -> None:
-        self._catch_up()
         self._close(request, "abort", now_s)
 
     def step_submitted(self, plan: StepPlan, began_s: float, planned_s: float, submitted_s: float) -> None:
@@ -118,6 +124,7 @@ class RequestLedger(Observer):
         self._why = plan.held or NEXT_PLAN
         for name in plan.preempted:
             if entry := self._open.get(name):
+                self._leave(name)
                 self._pass(entry, began_s, "behind")
                 entry.state = "preempted"
                 entry.account.num_preemptions += 1
@@ -136,55 +143,61 @@ class RequestLedger(Observer):
     ) -> None:
         times = result.times
         on_device = (times.began_s, times.computed_s) if times.computed_s else (began_s, home_s)
-        if plan.steady and self._lockstep and result.counts is None and not result.failed:
-            self._steady(plan, changes, on_device, settled_s)
-            return
-        self._catch_up()
-        self._lockstep = plan.num_decodes == len(plan.spans)
-        for index, name in enumerate(names_of(plan.spans)):
+        spans: Sequence[Span] = plan.spans
+        others = spans
+        in_step: Sequence[str] = ()
+        if isinstance(spans, Spans) and result.counts is None and not result.failed:
+            in_step, others = spans.requests, spans.others
+        joining = self._regroup(in_step)
+        for name in joining:
+            self._step(self._open[name], on_device, True)
+        for index, name in enumerate(names_of(others), len(in_step)):
             if entry := self._open.get(name):
                 self._step(entry, on_device, index < plan.num_decodes)
-        self._device_s = on_device[1]
-        for name in changes.requests if isinstance(changes, Changes) else ():
+        self._move(on_device)
+        for name in joining:
+            self._open[name].account.num_tokens += 1
+            self._members[name] = self._sums
+        for name in changes.requests if isinstance(changes, Changes) and not in_step else ():
             if entry := self._open.get(name):
                 entry.account.num_tokens += 1
         for change in others_of(changes):
             if entry := self._open.get(change.request):
-                entry.account.num_tokens += len(change.tokens)
+                entry.account.num_tokens += len(change.tokens) - (change.request in self._members)
                 entry.account.num_cached += change.cached
                 if change.finish is not None:
                     self._close(change.request, change.finish, settled_s)
 
-    def _steady(
-        self, plan: StepPlan, changes: Sequence[Change], on_device: tuple[float, float], settled_s: float
-    ) -> None:
-        """A step of the same requests as the last: what passes is the same for each, so it is summed once."""
-        device_s, (began_s, computed_s) = self._device_s, on_device
-        self._gap_s += max(0.0, began_s - device_s)
-        self._decode_s += max(0.0, computed_s - max(began_s, device_s))
-        self._device_s = max(device_s, computed_s)
-        self._num_lockstep += 1
-        self._lockstep_spans = plan.spans
-        ended = [change for change in others_of(changes) if change.finish is not None]
-        if ended:
-            self._catch_up()
-            for change in ended:
-                self._close(change.request, change.finish or "", settled_s)
+    def _regroup(self, names: Sequence[str]) -> list[str]:
+        """From now on these are in lockstep. Returns those who were not: they take this step by themselves."""
+        if names is self._names:
+            return []
+        self._names = names
+        for name in self._members.keys() - set(names):
+            self._leave(name)
+        return [name for name in names if name not in self._members and name in self._open]
 
-    def _catch_up(self) -> None:
-        """Write into each account what passed while all moved in step."""
-        if not self._num_lockstep:
-            return
-        for name in names_of(self._lockstep_spans):
-            if entry := self._open.get(name):
-                account = entry.account
-                account.parts_s["host_gap"] += self._gap_s
-                account.parts_s["decode"] += self._decode_s
-                account.num_decodes += self._num_lockstep
-                account.num_tokens += self._num_lockstep
-                entry.cursor_s += self._gap_s + self._decode_s
-        self._num_lockstep = 0
-        self._gap_s = self._decode_s = 0.0
+    def _move(self, on_device: tuple[float, float]) -> None:
+        """What passes at a step is the same for all in lockstep, so it is summed once; a token each is counted, too."""
+        sums, device_s, (began_s, computed_s) = self._sums, self._device_s, on_device
+        self._sums = _Sums(
+            sums.gap_s + max(0.0, began_s - device_s),
+            sums.decode_s + max(0.0, computed_s - max(began_s, device_s)),
+            sums.num_steps + 1,
+        )
+        self._device_s = max(device_s, computed_s)
+
+    def _leave(self, name: str) -> None:
+        """Write into the account what passed while it was in lockstep, if it was."""
+        joined = self._members.pop(name, None)
+        if joined is not None:
+            entry, sums = self._open[name], self._sums
+            account = entry.account
+            account.parts_s["host_gap"] += sums.gap_s - joined.gap_s
+            account.parts_s["decode"] += sums.decode_s - joined.decode_s
+            account.num_decodes += sums.num_steps - joined.num_steps
+            account.num_tokens += sums.num_steps - joined.num_steps
+            entry.cursor_s = self._device_s
 
     def _step(self, entry: _Open, on_device: tuple[float, float], decodes: bool) -> None:
         account = entry.account
@@ -214,6 +227,7 @@ class RequestLedger(Observer):
             self.queue_why_s[reason] = self.queue_why_s.get(reason, 0.0) + waited_s
 
     def _close(self, request: str, finish: str, now_s: float) -> None:
+        self._leave(request)
         entry = self._open.pop(request, None)
         if entry is None:
             return
