@@ -225,6 +225,10 @@ def test_wrong_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "cannot be read" in refused(tmp_path / "none.jsonl", target)
     assert "cannot be written" in refused(source, tmp_path / "none" / "out.jsonl")
     assert "both input and output" in refused(source, source) and source.read_text()
+    for device in ("/dev/full", "/dev/zero"):  # the former can be read for ever
+        assert "no regular file" in refused(source, Path(device))
+    os.mkfifo(tmp_path / "fifo")
+    assert "no regular file" in refused(source, tmp_path / "fifo")
     write(target, ["something else"])
     assert "no line of a batch's output" in refused(source, target) and target.read_text() == "something else\n"
     write(target, [{"id": "batch_req_1", "custom_id": "b", "response": None, "error": None}])

@@ -9,17 +9,18 @@ any more the run stops, and those lines are left for the next one.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 from starlette.types import ASGIApp, Message
 
 from tandem.errors import TandemError
 from tandem.serve.batch_file import Line, Output, read_lines
+from tandem.serve.nesting import MAX_DEPTH, depth_of
 
 SYNC_S = 0.25
 NUM_TRIES = 6
@@ -27,6 +28,7 @@ FIRST_PAUSE_S = 0.5
 TRY_AGAIN = (408, 429, 502, 503, 504)
 OWN_FAULTS = ("deadline_exceeded",)
 ENGINE_GONE = "engine_dead"
+LEVELS_AROUND = 20  # of an answer that gives the request's fields back, as the Responses API does
 
 Send = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 """(url, body) → (status, body of the answer). Raises OSError or ConnectionError where there is no answer."""
@@ -136,7 +138,7 @@ async def _ask(line: Line, send: Send) -> dict[str, Any]:
     for trial in range(NUM_TRIES):
         try:
             status, raw = await send(line.url, line.body)
-            body = json.loads(raw)  # an upstream proxy may answer with a page
+            body = _answer_of(raw)
             reason = f"HTTP {status}"
         except (OSError, ValueError) as error:
             status, body, reason = 502, {}, f"{type(error).__name__}: {error}"
@@ -157,6 +159,14 @@ async def _ask(line: Line, send: Send) -> dict[str, Any]:
         f"line {line.number} got no answer: {reason}",
         hint="run the same command again: it goes on where this one stopped.",
     )
+
+
+def _answer_of(raw: bytes) -> Any:
+    """Raises ValueError for what is no JSON, as a proxy's page, and for what could not be written again."""
+    body = orjson.loads(raw)
+    if depth_of(raw) > MAX_DEPTH + LEVELS_AROUND:
+        raise ValueError("the answer is nested too deep")
+    return body
 
 
 def sender_of(app: ASGIApp) -> Send:

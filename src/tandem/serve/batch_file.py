@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tandem.errors import TandemError
+from tandem.serve.nesting import MAX_DEPTH, depth_of
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
@@ -67,6 +69,8 @@ def parse_line(number: int, raw: bytes) -> Line:
         return bad(f"url is {url!r:.80}; it must be one of {', '.join(URLS)}.", name)
     if not isinstance(body, dict):
         return bad("body must be an object.", name)
+    if depth_of(raw) > MAX_DEPTH + 1:
+        return bad(f"body is nested too deep; the limit is {MAX_DEPTH} levels.", name)
     if body.get("stream"):
         return bad("body.stream must not be true in a batch.", name)
     return Line(number, name, url, orjson.dumps(body), None)
@@ -78,9 +82,13 @@ class Output:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            # Opened without waiting for, or changing, what may be no file at all.
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
         except OSError as error:
             raise TandemError(f"{path} cannot be written: {error.strerror}.") from error
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            os.close(self._file)
+            raise TandemError(f"{path} is no regular file; answers must be read again.", hint="choose another -o.")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
+from tandem.serve.nesting import MAX_DEPTH, depth_of
 from tandem.serve.schema import MISPLACED
 
 Body = TypeVar("Body")
@@ -87,9 +88,13 @@ def response_of(error: Exception) -> Response:
     )
 
 
+def too_deep() -> RequestError:
+    return RequestError(f"the body is nested too deep; the limit is {MAX_DEPTH} levels.", code="invalid_value")
+
+
 def decode(raw: bytes, kind: type[Body]) -> Body:
-    """Decode one body; null at the top level of an object counts as not given. Unknown fields are ignored, but those
-    of another endpoint are refused: whoever sends them counts on them."""
+    """Decode one body of at most MAX_DEPTH levels; null at the top level of an object counts as not given. Unknown
+    fields are ignored, but those of another endpoint are refused: whoever sends them counts on them."""
     try:
         body = msgspec.json.decode(raw, type=kind)
         misplaced = MISPLACED.get(kind, frozenset())
@@ -104,8 +109,11 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
             code="invalid_type",
         ) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise RequestError(f"the body is no valid JSON: {reason}.", code="invalid_json") from None
+        if isinstance(error, RecursionError):
+            raise too_deep() from None
+        raise RequestError(f"the body is no valid JSON: {error}.", code="invalid_json") from None
+    if depth_of(raw) > MAX_DEPTH:
+        raise too_deep()
     for name in misplaced.intersection(given):
         if bytes(given[name]) != b"null":
             raise RequestError(
