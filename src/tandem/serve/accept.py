@@ -8,7 +8,16 @@ from typing import Any
 from tandem.errors import RequestError
 from tandem.request import Constraint, SamplingParams
 from tandem.serve.failure import reworded
-from tandem.serve.refusals import CHAT, COMPLETIONS, STREAM_OPTIONS, check_metadata, refuse
+from tandem.serve.refusals import (
+    CHAT,
+    COMPLETIONS,
+    MAX_TOKEN_IDS,
+    STREAM_OPTIONS,
+    check_count,
+    check_labels,
+    check_metadata,
+    refuse,
+)
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation, JsonSchemaFormat, ResponseFormat
 
 MAX_CONSTRAINT_BYTES = 64 * 1024
@@ -75,6 +84,9 @@ def _shared(body: Generation, defaults: dict[str, Any], limits: Limits) -> dict[
     if body.stream_options is not None:
         refuse(body.stream_options, STREAM_OPTIONS, param="stream_options", path="stream_options.")
     check_metadata(body.metadata)
+    check_labels(body)
+    check_count("logit_bias", body.logit_bias, MAX_TOKEN_IDS, "token ids")
+    check_count("stop_token_ids", body.stop_token_ids, MAX_TOKEN_IDS, "token ids")
     values: dict[str, Any] = dict(defaults)
     values.update({name: getattr(body, name) for name in DIRECT if getattr(body, name) is not None})
     if body.stop_token_ids:
@@ -85,8 +97,8 @@ def _shared(body: Generation, defaults: dict[str, Any], limits: Limits) -> dict[
         values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if body.logit_bias:
         values["logit_bias"] = tuple((_token_id(key), bias) for key, bias in body.logit_bias.items())
-    if (body.n or 1) > limits.max_n:
-        raise RequestError(f"n is {body.n}; the limit here is {limits.max_n}.", param="n")
+    if body.n is not None and not 1 <= body.n <= limits.max_n:
+        raise RequestError(f"n is {body.n}; it must be from 1 to {limits.max_n}.", param="n")
     if body.timeout_s is not None and not 0 < body.timeout_s <= limits.deadline_s:
         raise RequestError(f"timeout_s must lie above 0 and up to {limits.deadline_s:g}.", param="timeout_s")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= 256:

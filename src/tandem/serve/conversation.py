@@ -13,6 +13,7 @@ from typing import Any
 from tandem.engine.chat import ChatTemplate
 from tandem.engine.contract import Card
 from tandem.errors import RequestError
+from tandem.serve.refusals import MAX_MESSAGES, MAX_PARTS, check_count
 
 Message = dict[str, Any]
 NAME = re.compile(r"[^\s<|\\/>]{1,64}")
@@ -31,6 +32,8 @@ async def understood(messages: Sequence[Message], card: Card) -> list[Message]:
     several and the model's template does not write names, each named message begins with "NAME: ".
     Raises RequestError naming the path.
     """
+    check_count("messages", messages, MAX_MESSAGES, "messages")
+    _check_parts(messages)
     plain = [_checked(message, f"messages[{place}]") for place, message in enumerate(messages)]
     for role in PARTICIPANTS:
         own = [message for message in plain if message.get("role") == role]
@@ -64,6 +67,14 @@ def _writes_names(source: str, tokens: tuple[str | None, str | None], role: str)
         return mark in template.render(talk if role == "assistant" else talk[1:])
     except RequestError:
         return False
+
+
+def _check_parts(messages: Sequence[Message]) -> None:
+    """Parts of contents and tool calls of all messages, by their numbers alone."""
+    lists = (message.get(field) for message in messages for field in ("content", "tool_calls"))
+    num = sum(len(items) for items in lists if isinstance(items, list))
+    if num > MAX_PARTS:
+        raise _wrong(f"messages hold {num} content parts and tool calls; the limit is {MAX_PARTS}.")
 
 
 def _checked(message: Message, where: str) -> Message:

@@ -23,6 +23,7 @@ from tandem.serve.conversation import understood
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
+from tandem.serve.refusals import MAX_VALUES, check_count
 from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply, Show
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service
@@ -109,6 +110,7 @@ async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse) -> lis
 
 def _template_values(body: ChatRequest, card: Card) -> dict[str, Any]:
     """What the client adds to the template's variables. Raises RequestError for what the template does not know."""
+    check_count("chat_template_kwargs", body.chat_template_kwargs, MAX_VALUES, "names")
     values = dict(body.chat_template_kwargs or {})
     for name in values:
         if name in RESERVED_VALUES or not name.isidentifier() or name.startswith("_") or not name.isascii():
@@ -159,14 +161,22 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
         return [prompt]
     if not prompt:
         raise RequestError("prompt is an empty list.", param="prompt")
+    if isinstance(prompt[0], int):
+        _check_length(len(prompt), service.engine.card)
+    elif len(prompt) > limit:
+        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {limit}.", param="prompt")
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise RequestError("prompt mixes text, ids and lists; all items must be of one kind.", param="prompt")
-    if kinds == {int}:
-        return [prompt]  # type: ignore[list-item]
-    if len(prompt) > limit:
-        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {limit}.", param="prompt")
-    return prompt  # type: ignore[return-value]
+    return [prompt] if kinds == {int} else prompt  # type: ignore[list-item,return-value]
+
+
+def _check_length(num_tokens: int, card: Card) -> None:
+    if num_tokens > card.max_length:
+        raise ContextLengthError(
+            f"the prompt has {num_tokens} tokens; the context limit is {card.max_length}.",
+            param="prompt", hint="shorten the prompt.",
+        )  # fmt: skip
 
 
 def show_of(body: Generation, logprobs: bool) -> Show:
@@ -237,11 +247,8 @@ async def _encoded(service: Service, job: Job) -> list[Sequence[int]]:
     """Ids of every prompt, all of them checked before any runs."""
     card, encoded = service.engine.card, list[Sequence[int]]()
     for prompt in job.prompts:
-        if not isinstance(prompt, str) and len(prompt) > card.max_length:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; the context limit is {card.max_length}.",
-                param="prompt", hint="shorten the prompt.",
-            )  # fmt: skip
+        if not isinstance(prompt, str):
+            _check_length(len(prompt), card)
         ids = await service.engine.encode(prompt, job.adds_special) if isinstance(prompt, str) else prompt
         EngineRequest("", ids, job.params, card.eos_ids).check(card.num_logits, card.max_length)
         encoded.append(ids)

@@ -10,8 +10,11 @@ from tandem import __version__
 from tandem.errors import EngineDeadError, RequestError
 from tandem.serve.bodies import read_json
 from tandem.serve.conversation import understood
+from tandem.serve.refusals import check_count
 from tandem.serve.schema import DetokenizeRequest, TokenizeRequest
 from tandem.serve.service import Service
+
+MAX_DETOKENIZED = 65536
 
 
 def answer(body: Any, status: int = 200) -> Response:
@@ -103,6 +106,7 @@ async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_json(request, DetokenizeRequest, service.limits.body_bytes)
     service.check_model(body.model)
+    check_count("tokens", body.tokens, max(MAX_DETOKENIZED, service.engine.card.max_length), "token ids")
     limit = service.engine.card.num_logits
     for token in body.tokens:
         if not 0 <= token < limit:

@@ -4,12 +4,19 @@ A neutral value asks for what happens anyway (nothing cached beyond this process
 clients which send it by default are served. Every other value is refused by name: nothing is ignored silently.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 from tandem.errors import RequestError
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+LABELS = ("user", "safety_identifier", "prompt_cache_key")
+MAX_LABEL = 512
+# How many of each a body may hold. Looked at before anything goes over them: a body of 4 MiB holds a million.
+MAX_MESSAGES = 4096
+MAX_PARTS = 16384
+MAX_VALUES = 64
+MAX_TOKEN_IDS = 4096
 
 
 class Refusal(NamedTuple):
@@ -92,6 +99,20 @@ def refuse(body: Any, table: Mapping[str, Refusal], *, param: str | None = None,
                 f"{path}{name} is {value!r:.80}, which is not supported: {refusal.why}",
                 param=param or name, code="unsupported_value", hint=f"leave it out, or null{allowed}.",
             )  # fmt: skip
+
+
+def check_count(param: str, items: Sized | None, limit: int, what: str) -> None:
+    """Raise RequestError for more than so many items; what: what they are."""
+    if items is not None and len(items) > limit:
+        raise RequestError(f"{param} holds {len(items)} {what}; the limit is {limit}.", param=param)
+
+
+def check_labels(body: Any) -> None:
+    """Raise RequestError for a label that is too long: some are sent back, in several events."""
+    for name in LABELS:
+        label = getattr(body, name, None)
+        if label is not None and len(label) > MAX_LABEL:
+            raise RequestError(f"{name} has {len(label)} characters; the limit is {MAX_LABEL}.", param=name)
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:

@@ -17,7 +17,18 @@ from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
 from tandem.serve.generate import answer, chat_job
 from tandem.serve.items import ResponsesReply
-from tandem.serve.refusals import REASONING, RESPONSES, RESPONSES_TOOL, STREAM_OPTIONS, TEXT, refuse
+from tandem.serve.refusals import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    REASONING,
+    RESPONSES,
+    RESPONSES_TOOL,
+    STREAM_OPTIONS,
+    TEXT,
+    check_count,
+    check_labels,
+    refuse,
+)
 from tandem.serve.schema import (
     ChatRequest,
     FunctionTool,
@@ -30,6 +41,7 @@ from tandem.serve.schema import (
     Tool,
 )
 from tandem.serve.service import Service
+from tandem.serve.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 # What the chat request calls otherwise.
@@ -77,6 +89,7 @@ def as_chat(body: ResponsesRequest, places: list[str]) -> ChatRequest:
 
     places   is filled with the path of what each message comes from.
     """
+    check_labels(body)
     include = body.include or []
     for name in include:
         if name != LOGPROBS:
@@ -107,6 +120,7 @@ def as_chat(body: ResponsesRequest, places: list[str]) -> ChatRequest:
 
 def _tools(body: ResponsesRequest) -> list[Tool] | None:
     found = []
+    check_count("tools", body.tools, MAX_TOOLS, "tools")
     for i, tool in enumerate(body.tools or []):
         if tool.type != "function" or not tool.name:
             raise RequestError(
@@ -149,15 +163,24 @@ def messages_of(body: ResponsesRequest, places: list[str]) -> list[dict[str, Any
         return [*messages, {"role": "user", "content": body.input}]
     if not body.input:
         raise RequestError("input is an empty list.", param="input")
-    thought = ""
+    check_count("input", body.input, MAX_MESSAGES, "items")
+    thought: list[str] = []
+    num_parts = 0
     for place, item in enumerate(body.input):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thought += _text_of(item.get("content") or item.get("summary") or ())
+            parts = item.get("content") or item.get("summary") or ()
+            num_parts += len(parts) if isinstance(parts, list) else 0
+            if num_parts > MAX_PARTS:
+                raise RequestError(
+                    f"input holds {num_parts} parts of reasoning or more; the limit is {MAX_PARTS}.", param="input"
+                )
+            if text := _text_of(parts):
+                thought.append(text)
             continue
         message = _message(item, kind, place)
         if message["role"] == "assistant" and thought:
-            message["reasoning_content"], thought = thought, ""
+            message["reasoning_content"], thought = "".join(thought), []
         last = messages[-1] if messages else {}
         if kind == "function_call" and last.get("role") == "assistant" and "tool_calls" in last:
             last["tool_calls"] += message["tool_calls"]
