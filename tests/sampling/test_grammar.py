@@ -153,6 +153,42 @@ def test_c26_bad_grammars_are_refused(kind, text):
     assert time.perf_counter() - began_s < 5
 
 
+LAX = '{"type":"array","items":{"type":"integer"},"uniqueItems":true,"x-guidance":{"lenient":true}}'
+ESCAPED = LAX.replace("x-g", "\\u0078-g").replace("{", '{"maximum":' + "1" * 5000 + ",", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("json_schema", LAX, "x-guidance"),
+        ("grammar", f"start: %json {LAX}", "x-guidance"),
+        ("grammar", f'start: "a" x\nx: %json\n {LAX}', "x-guidance"),
+        ("grammar", f"start: %json {ESCAPED}", "x-guidance"),
+        ("grammar", f' {{"grammars": [{{"json_schema": {LAX}}}]}}', "must be a grammar in Lark"),
+        ("grammar", f"start: %json {deep(40)}", "nested more than 64"),
+        ("grammar", f"start: %json {deep(5000)}", "nested"),
+        ("grammar", 'start: r\n  ?r[temperature=5]: "c"', "the attribute temperature"),
+        ("grammar", 'start[lazy, capture]: "c"', "the attribute capture"),
+        ("grammar", 'start[stop="]:", stop_capture="x"]: /.*/', "the attribute stop_capture"),
+    ],
+)
+def test_what_would_not_be_enforced_is_refused(kind, text, words):
+    """A schema cannot ask for laxness, wherever it stands; an attribute of a rule has an effect or is refused."""
+    with pytest.raises(RequestError, match=words):
+        compiled(kind, text)
+
+
+def test_attributes_that_have_an_effect_are_taken():
+    assert accepts(compiled("grammar", 'start: r "[temperature=5]:"\nr[max_tokens=2]: /a*/'), "aa[temperature=5]:")
+
+
+def test_a_schema_is_refused_without_the_grammar_around_it():
+    with pytest.raises(RequestError) as caught:
+        compiled("grammar", 'start: "inner" c\nc: %json {"type": "array", "uniqueItems": true}')
+    assert 'failed to compile JSON schema: Unimplemented keys: ["uniqueItems"]' in str(caught.value)
+    assert "inner" not in str(caught.value) and "start" not in str(caught.value)
+
+
 def test_c26_compile_time_is_bounded(monkeypatch):
     """What hangs in compiling is ended, and whoever compiles beside it or behind it is none the wiser."""
     hang = "from tandem.sampling.grammar_follow import Follower; import time; do = Follower.compile; "
@@ -179,8 +215,9 @@ def test_c26_recursive_schemas_are_fine():
 
 def test_without_the_library_requests_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestError, match="not installed"):
+    with pytest.raises(RequestError, match="not installed") as caught:
         compiled("regex", "a")
+    assert caught.value.hint.startswith('pip install -e ".[serve]"'), "as the docs say"
 
 
 def test_a_token_outside_the_grammar_fails_the_request():

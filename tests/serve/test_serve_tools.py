@@ -106,11 +106,33 @@ def test_a_schema_that_cannot_be_enforced_is_refused_for_strict_tools_alone() ->
         return [{"type": "function", "function": {"name": "x", "strict": strict, "parameters": {"type": "objekt"}}}]
 
     with serving(max_model_len=2048) as served:
-        served.refused(CHAT, {"messages": HI, "tools": tools(True)}, param="tools")
+        error = served.refused(CHAT, {"messages": HI, "tools": tools(True)}, param="tools")
+        assert "Invalid type: objekt" in error["message"] and "tool_call" not in error["message"], "our own grammar"
         served.refused(CHAT, {"messages": HI, "stream": True, "tools": tools(True)}, param="tools")
         for lax in (False, None):
             served.chat(tools=tools(lax), max_tokens=1)
         served.canary()
+
+
+LAX = {
+    "type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+    "required": ["a"], "additionalProperties": False, "x-guidance": {"lenient": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OSLO)
+def test_a_schema_cannot_ask_for_laxness_within_a_grammar_of_calls(family: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": LAX}}
+    any_object = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    lax = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": LAX}}]
+    with serving(source={"chat_template": TEMPLATES[family]}, max_model_len=2048) as served:
+        for fields, param in (
+            ({"response_format": form}, "response_format"),
+            ({"response_format": form, "tools": any_object}, "response_format"),
+            ({"tools": lax}, "tools"), ({"tools": lax, "tool_choice": "required"}, "tools"),
+        ):  # fmt: skip
+            error = served.refused(CHAT, {"messages": HI, "max_tokens": 5, **fields}, param=param)
+            assert "x-guidance" in error["message"] and "start:" not in error["message"]
 
 
 def test_a_function_without_parameters_takes_none() -> None:

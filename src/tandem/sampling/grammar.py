@@ -225,5 +225,5 @@ def _check_library() -> None:
         raise RequestError(
             "structured output needs llguidance, which is not installed here.",
             param="response_format",
-            hint='pip install "tandem-llm[serve]".',
+            hint='pip install -e ".[serve]", in the repository.',
         )

@@ -1,5 +1,6 @@
 """One grammar, step by step, within its limits: first trials, then masks. It knows no processes and no requests."""
 
+import re
 import time
 from typing import Any
 
@@ -7,6 +8,8 @@ from tandem.sampling.grammar_limits import PARSER_LIMITS, GrammarLimits
 from tandem.sampling.grammar_text import LimitError, UnfitError, first_line, grammar_text
 
 _NO_TOKEN = "nothing can fulfil it: no token of this model goes on with it"
+_SCHEMA_SIGN = "failed to compile JSON schema: "
+_SHOWN = re.compile(r"^(\s*\d+ \|.*|\s*\^\s*)$", re.MULTILINE)
 _LIMIT_SIGNS = (
     "too many", "Too many", "too large", "too complex", "fuel", "max is", "limits.", "precomputation failed",
 )  # fmt: skip
@@ -121,7 +124,11 @@ class Follower:
 
 def _failure(matcher: Any) -> UnfitError:
     """What a matcher in error means. llguidance says most of it in words alone."""
-    message = first_line(matcher.get_error())
+    error = matcher.get_error()
+    _, is_schema, reason = error.partition(_SCHEMA_SIGN)
+    if is_schema:  # what follows shows the grammar around it, which may be none of the client's
+        error = f"{_SCHEMA_SIGN}{_SHOWN.sub('', reason)}"
+    message = first_line(error)
     if message.startswith("NoExtension"):  # the name of the reason alone
         return UnfitError(_NO_TOKEN)
     if any(sign in message for sign in _LIMIT_SIGNS):

@@ -4,6 +4,7 @@ What llguidance cannot enforce it refuses, and so does this: a request is answer
 """
 
 import json
+import re
 from typing import Any
 
 from tandem.sampling.grammar_limits import GrammarLimits
@@ -14,7 +15,10 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 HINT = "\nhint: "
 SIMPLER = "make the grammar simpler: smaller repetition counts, fewer alternatives, no rule that matches in many ways."
 
-_STRICT = {"lenient": False, "coerce_one_of": False}  # a schema may ask llguidance for laxness ("x-guidance")
+_LAXNESS = "x-guidance"  # with it a schema asks llguidance to leave out what it cannot enforce
+_EFFECTLESS = re.compile(r"(?:^|,)\s*(temperature|capture|stop_capture)\s*(?=[=,\]])")
+_HEAD = re.compile(r"[?!]*[\w-]+[ \t]*\[([^:]*)")
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')
 
 
 class UnfitError(Exception):
@@ -42,18 +46,51 @@ def grammar_text(llguidance: Any, kind: str, text: str, limits: GrammarLimits) -
     if kind == "regex":
         return str(matcher.grammar_from_regex(text))
     if kind == "grammar":
+        _check_lark(text, limits)
         return str(matcher.grammar_from_lark(text))
     if kind == "choice":
         return str(matcher.grammar_from_regex(_choice_pattern(text, limits)))
     schema = _json(text) if kind == "json_schema" else {"type": "object"}
     if not isinstance(schema, dict | bool):
         raise UnfitError(f"a schema is an object; this is of type {type(schema).__name__}")
-    if _depth(schema) > limits.max_depth:
-        raise UnfitError(f"it is nested more than {limits.max_depth} deep")
+    _check_schema(schema, limits)
     try:
-        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_STRICT))
+        return str(matcher.grammar_from_json_schema(json.dumps(schema)))
     except ValueError as error:
         raise UnfitError(first_line(str(error))) from error
+
+
+def _check_lark(text: str, limits: GrammarLimits) -> None:
+    """Refuse what llguidance takes and does not enforce, in schemas within the grammar too."""
+    if text.lstrip().startswith("{"):  # llguidance's own format, in which schemas could ask for anything
+        raise UnfitError("it is JSON; it must be a grammar in Lark notation")
+    # numbers are not read: those of thousands of digits are an error here, and none in the library
+    decoder = json.JSONDecoder(parse_int=len, parse_float=len)
+    for found in re.finditer("%json[ \\t\\r\\n]*", text):
+        try:
+            schema, _ = decoder.raw_decode(text, found.end())
+        except RecursionError:
+            raise UnfitError("a schema in it is nested too deep") from None
+        except ValueError:
+            continue  # not a schema, or refused by the library
+        _check_schema(schema, limits)
+    for line in text.splitlines():
+        head = _HEAD.match(_QUOTED.sub('""', line.strip()))
+        if head is not None and (attribute := _EFFECTLESS.search(head[1])):
+            raise UnfitError(f"the attribute {attribute[1]} of a rule has no effect here")
+
+
+def _check_schema(schema: Any, limits: GrammarLimits) -> None:
+    """Refuse a nesting beyond the limit, and the library's own key for laxness, at any level."""
+    depth, level = 0, [schema]
+    while level:  # no recursion of our own
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if any(isinstance(item, dict) and _LAXNESS in item for item in containers):
+            raise UnfitError(f"{_LAXNESS} is not supported: schemas are enforced as they stand")
+        level = [part for item in containers for part in (item.values() if isinstance(item, dict) else item)]
+        depth += bool(containers)
+        if depth > limits.max_depth:
+            raise UnfitError(f"it is nested more than {limits.max_depth} deep")
 
 
 def _choice_pattern(text: str, limits: GrammarLimits) -> str:
@@ -79,16 +116,6 @@ def _json(text: str) -> Any:
         raise UnfitError("it is nested too deep") from None
     except ValueError as error:
         raise UnfitError(f"it is no JSON: {error}") from error
-
-
-def _depth(value: Any) -> int:
-    """Nesting of lists and objects, without recursion of our own."""
-    depth, level = 0, [value]
-    while level:
-        containers = [item for item in level if isinstance(item, dict | list)]
-        level = [part for item in containers for part in (item.values() if isinstance(item, dict) else item)]
-        depth += bool(containers)
-    return depth
 
 
 def first_line(message: str) -> str:

@@ -179,7 +179,8 @@ def tracing(endpoint: str | None, app: ASGIApp, service: Service, exporter: Any 
             processor = SimpleSpanProcessor(exporter)
     except ImportError as error:
         raise SettingError(
-            "otlp_endpoint is given, but OpenTelemetry is not installed.", hint='pip install "tandem-llm[serve]"'
+            "otlp_endpoint is given, but OpenTelemetry is not installed.",
+            hint='pip install -e ".[serve]", in the repository.',
         ) from error
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment win over these
     resource = Resource({"service.name": "tandem", "service.version": __version__}).merge(Resource.create())
