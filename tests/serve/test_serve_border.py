@@ -412,16 +412,53 @@ def test_pipelined_requests_of_one_that_goes_never_run(border: Process) -> None:
     assert statistics(border)["requests"] == 0
 
 
-def test_garbage_behind_a_request_ends_the_connection(border: Process) -> None:
-    raw = everything(
-        connect(border, post({"prompt": "a", "max_tokens": 100, "ignore_eos": True}) + b"\x16\x03garbage\r\n")
-    )
-    assert raw == b"" or refusal(raw)[0] == 400
+GARBAGE = [b"\x16\x03garbage\r\n", b"x: 1\r\n\r\n", post(b"{}", "transfer-encoding: chunked\r\n")]
+BROKEN = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode() + b"zz\r\n"
+
+
+@pytest.mark.parametrize("num_asked", [1, 3])
+@pytest.mark.parametrize("garbage", [*GARBAGE, BROKEN])
+def test_garbage_behind_requests_takes_no_answer_away(border: Process, garbage: bytes, num_asked: int) -> None:
+    ask = post({"prompt": "a", "max_tokens": 20, "ignore_eos": True})  # 0.4 s
+    connection = connect(border, ask * num_asked + garbage)
+    time.sleep(0.05)
+    with contextlib.suppress(OSError):
+        connection.sendall(ask)  # behind garbage nothing is a request
+    found = answers(raw := everything(connection))
+    assert [status for status, _ in found] == [200] * num_asked + [400], raw
+    assert json.loads(found[-1][1])["error"]["code"] == "invalid_http" and raw.count(b"connection: close") == 1
+    assert all(json.loads(body)["usage"]["completion_tokens"] == 20 for _, body in found[:-1])
+
+
+def test_a_client_may_close_its_side_behind_garbage(border: Process) -> None:
+    ask = post({"prompt": "a", "max_tokens": 20, "ignore_eos": True})
+    connection = connect(border, ask + GARBAGE[0])
+    connection.shutdown(socket.SHUT_WR)
+    assert [status for status, _ in answers(everything(connection))] == [200, 400]
+
+
+def test_a_stream_ends_before_the_garbage_is_refused(border: Process) -> None:
+    ask = post({"prompt": "a", "max_tokens": 20, "ignore_eos": True, "stream": True})
+    raw = everything(connect(border, ask + GARBAGE[0]))
+    whole, _, rest = raw.partition(b"data: [DONE]")
+    assert whole.startswith(b"HTTP/1.1 200") and rest.partition(b"0\r\n\r\n")[2].startswith(b"HTTP/1.1 400")
+
+
+def test_one_that_leaves_behind_garbage_is_noticed(border: Process) -> None:
+    ask = post({"prompt": "a", "max_tokens": 2000, "ignore_eos": True})
+    connection = connect(border, ask + GARBAGE[0])
+    time.sleep(0.1)
+    assert statistics(border)["requests"] == 1
+    connection.close()
+    began_s = time.monotonic()
+    while statistics(border)["requests"]:
+        assert time.monotonic() - began_s < 1.5
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("sent", [
     "hello\r\n\r\n", "\x16\x03\x01\x02", "GET /health HTTP/9.9\r\n\r\n", "GET  HTTP/1.1\r\n\r\n",
-    "CONNECT a:1 HTTP/1.1\r\n\r\n",
+    "CONNECT a:1 HTTP/1.1\r\n\r\n", "GET /\r\n\r\n", "GET /health\r\nhost: localhost\r\n\r\n",
     "GET /health HTTP/1.1\r\nhost: localhost\r\nbad header\r\n\r\n", "GET http://h HTTP/1.1\r\nhost: localhost\r\n\r\n",
     f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 5\r\ncontent-length: 6\r\n\r\n{{}}",
     f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: -1\r\n\r\n",
@@ -490,18 +527,31 @@ def test_no_redirects(border: Process) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.9.9.9:1", "[::1]:8000", "x.localhost."]
+    "host",
+    ["localhost", "LOCALHOST:80", "127.0.0.1", "127.9.9.9:1", "[::1]:8000", "x.localhost.", "[::ffff:127.0.0.1]:1"],
 )
 def test_local_names_are_ours(border: Process, host: str) -> None:
     assert httpx.get(border.url + "/health", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", ""])
+@pytest.mark.parametrize("host", [
+    "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "", "localhost:evil.example",
+    "localhost:80@evil.example", "evil.example@localhost", "[::1]evil.example", "[::ffff:10.0.0.1]", "localhost:80:80",
+])  # fmt: skip
 def test_other_names_are_not(border: Process, host: str) -> None:
     """DNS rebinding: a page whose name resolves to 127.0.0.1 must not get at a server that asks for no key."""
     for path in ("/health", "/", "/v1/models"):
         raw = everything(connect(border, f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"))
         assert refusal(raw) == (421, "misdirected_request"), path
+
+
+@pytest.mark.parametrize("name, status", [
+    ("evil.example", 421), ("localhost@evil.example", 421), ("localhost", 200), ("127.0.0.1:80", 200),
+])  # fmt: skip
+def test_a_target_that_names_its_host_counts_for_the_header(border: Process, name: str, status: int) -> None:
+    for host in ("localhost", "evil.example"):
+        sent = f"GET http://{name}/health?a=1 HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        assert answers(everything(connect(border, sent)))[0][0] == status, host
 
 
 def test_a_name_may_be_allowed_and_keys_make_the_check_needless() -> None:
@@ -529,6 +579,15 @@ def test_bodies_of_another_kind_are_named(border: Process, headers: dict[str, st
         answer = httpx.post(border.url + path, content=b"{}", headers=sent)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (415, "unsupported_media_type") and word in error["message"]
+
+
+@pytest.mark.parametrize("more, word", [
+    ("content-encoding: identity\r\ncontent-encoding: gzip\r\n", "gzip"),
+    ("content-type: text/plain\r\n", "text/plain"), (JSON, "2 Content-Types"),
+])  # fmt: skip
+def test_a_header_given_twice_counts_twice(border: Process, more: str, word: str) -> None:
+    [(status, body)] = answers(everything(connect(border, post(b"{}", f"{more}connection: close\r\n"))))
+    assert status == 415 and word in json.loads(body)["error"]["message"]
 
 
 def test_a_compressed_transfer_is_named(border: Process) -> None:

@@ -127,6 +127,39 @@ async def test_c28_counters_never_fall_and_all_series_are_there_from_the_start()
         assert text.rstrip().endswith("# EOF") and list(parse_openmetrics(text))
 
 
+PROMETHEUS = {  # what the versions send that are in use, and what answers them
+    "2": ("application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+          "text/plain;version=0.0.4;q=0.5,*/*;q=0.1", "application/openmetrics-text"),
+    "3": ("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+          "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+          "text/plain;version=0.0.4;q=0.3,*/*;q=0.2", "application/openmetrics-text"),
+    "3, underscores": ("application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,"
+                       "text/plain;version=1.0.0;escaping=underscores;q=0.3,*/*;q=0.1", "application/openmetrics-text"),
+    "3, text": ("text/plain;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.5,*/*;q=0.2",
+                "text/plain; version=0.0.4"),
+    "text first": ("application/openmetrics-text;q=0.3,text/plain;q=0.4", "text/plain; version=0.0.4"),
+    "OpenMetrics 2": ("application/openmetrics-text;version=2.0.0", "text/plain; version=0.0.4"),
+    "refused": ("application/openmetrics-text;q=0", "text/plain; version=0.0.4"),
+    "a browser": ("text/html,*/*;q=0.8", "text/plain; version=0.0.4"), "nobody": ("", "text/plain; version=0.0.4"),
+}  # fmt: skip
+
+
+async def test_c28_names_keep_their_colon_whatever_prometheus_asks() -> None:
+    """Every name that the dashboard and the alerts read is there under each version's own Accept header."""
+    queries = (ROOT / "deploy" / "grafana" / "tandem.json").read_text()
+    wanted = series_in(queries + (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())
+    assert len(wanted) > 40
+    async with serving() as (_, url), client_of(url) as client:
+        await chat(client)
+        for who, (accept, kind) in PROMETHEUS.items():
+            answer = await client.get("/metrics", headers={"accept": accept})
+            assert answer.headers["content-type"].startswith(kind), who
+            parse = parse_openmetrics if "openmetrics" in kind else text_string_to_metric_families
+            found = {sample.name for family in parse(answer.text) for sample in family.samples}
+            assert wanted <= found, (who, wanted - found)
+            assert "tandem_" not in answer.text, who
+
+
 def _is_constant(name: str) -> bool:
     return any(part in name for part in ("_info", "engine_up", "kv_blocks", "http_re", "http_connections_open"))
 

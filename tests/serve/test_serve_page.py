@@ -124,6 +124,16 @@ async def test_the_pages_files_are_open_and_everything_else_needs_the_key() -> N
             assert response.status_code != 200
 
 
+async def test_a_range_is_passed_over() -> None:
+    """RFC 9110 lets a server give the whole; an error of the file server would have a body of its own."""
+    async with serving() as (_, url), client_of(url) as client:
+        for path in ("/", "/page/app.js"):
+            whole = await client.get(path)
+            for asked in ("bytes=5-1", "bytes=99999999-", "bytes=0-5", "lines=1"):
+                answer = await client.get(path, headers={"range": asked, "if-range": '"x"'})
+                assert answer.status_code == 200 and answer.content == whole.content, (path, asked)
+
+
 def test_the_page_works_offline_and_is_packed() -> None:
     for file in FOLDER.iterdir():
         text = file.read_text()

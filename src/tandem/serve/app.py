@@ -38,7 +38,7 @@ ROUTES: tuple[BaseRoute, ...] = (
     Route("/version", operate.version, methods=["GET"]),
     Route("/metrics", export.metrics, methods=["GET"]),
     Route("/live", live.live, methods=["GET"]),
-    Route("/", live.page, methods=["GET"]),
+    Route("/", live.Page(), methods=["GET"]),
     Mount("/page", live.Files()),
 )
 

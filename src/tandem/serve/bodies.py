@@ -99,21 +99,28 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Bod
 
 
 def _check_kind(request: Request) -> None:
-    """Only plain JSON in UTF-8 is read; anything else is 415 and named."""
+    """Only plain JSON in UTF-8 is read; anything else is 415 and named. A header given twice counts as a list."""
     headers = request.headers
-    media_type, *options = (part.strip() for part in headers.get("content-type", "").split(";"))
+    kinds = headers.getlist("content-type")
+    if len(kinds) > 1:
+        raise _unsupported(f"there are {len(kinds)} Content-Types: {', '.join(kinds):.200}; there must be one.")
+    media_type, *options = (part.strip() for part in "".join(kinds).split(";"))
     if media_type.lower() != "application/json":
         raise _unsupported(f"the Content-Type is {media_type or 'missing'}; it must be application/json.")
     for option in options:
         name, _, value = option.partition("=")
         if name.strip().lower() == "charset" and value.strip().strip("\"'").lower() not in ("utf-8", "utf8"):
             raise _unsupported(f"the charset is {value.strip()}; it must be utf-8.")
-    encoding = headers.get("content-encoding", "identity").strip()
-    if encoding.lower() not in ("", "identity"):
+    if encoding := _others(headers.getlist("content-encoding"), "identity"):
         raise _unsupported(f"the Content-Encoding is {encoding}; send the body as it is.")
-    transfer = headers.get("transfer-encoding", "chunked").strip()
-    if transfer.lower() != "chunked":
+    if transfer := _others(headers.getlist("transfer-encoding"), "chunked"):
         raise _unsupported(f"the Transfer-Encoding is {transfer}; only chunked is known.")
+
+
+def _others(values: list[str], known: str) -> str:
+    """The header as one list, if that is anything but the one value that is known; else nothing."""
+    told = ", ".join(values).strip()
+    return "" if told.lower() in ("", known) else told
 
 
 def _unsupported(what: str) -> RequestError:

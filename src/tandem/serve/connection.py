@@ -7,6 +7,7 @@ leaving   an answer that comes before its request is complete ends the connectio
           read and dropped for LINGER_S: closing at once would reset the connection and take the answer with it.
 half      a client that shuts down its sending side behind a request is answered, if its answer has not begun. That
           looks like one that has gone, so interim answers (100, RFC 9110, 15.2) are sent until a write fails.
+garbage   what is no request is answered behind the requests in front of it, and ends the connection.
 stuck     a client that takes nothing of its answer for send_s is cut off.
 """
 
@@ -17,18 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tandem.serve.failure import HttpError, body_of, status_of
+from tandem.serve.failure import HttpError
+from tandem.serve.heads import PROBE, head_without_offer, message_of, name_the_target, no_http
 
 LINGER_S = 2.0
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_PROBE_S, LAST_PROBE_S = 0.002, 5.0
 OLD_CLIENT_S = 0.1
 EVICT_S = 1.0
-REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
-           503: b"Service Unavailable"}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -69,26 +67,6 @@ class Border:
         }  # fmt: skip
 
 
-def message_of(error: HttpError) -> bytes:
-    """A complete answer, behind which the connection ends."""
-    status, body = status_of(error), msgspec.json.encode(body_of(error))
-    head = [b"HTTP/1.1 %d %b" % (status, REASONS[status]), b"content-type: application/json",
-            b"content-length: %d" % len(body), b"connection: close"]  # fmt: skip
-    head += [f"{name.lower()}: {value}".encode() for name, value in error.headers.items()]
-    return b"\r\n".join([*head, b"", body])
-
-
-def _head_without_offer(method: bytes, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The head again, such that nothing but HTTP/1.1 is asked for."""
-    lines = [b"%b %b HTTP/1.1" % (method, url)]
-    for name, value in headers:
-        if name == b"connection":
-            lines += [b"connection: close"] if b"close" in value.lower() else []
-        elif name != b"upgrade":
-            lines.append(b"%b: %b" % (name, value))
-    return b"\r\n".join([*lines, b"", b""])
-
-
 class _Leaving:
     """A transport whose ``close`` is the connection's to do."""
 
@@ -112,7 +90,7 @@ class Connection(HttpToolsProtocol):
         self.has_left = False
         self._raw: Any = None
         self._serving: RequestResponseCycle | None = None
-        self._in_head = self._is_half = self._may_keep = False
+        self._in_head = self._may_keep = False
         self._num_begun = self._head_bytes = self._trailer_bytes = 0
         self._refusal: HttpError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -129,13 +107,13 @@ class Connection(HttpToolsProtocol):
         self._arm(self.border.header_s, self._head_is_late)
 
     def data_received(self, data: bytes) -> None:
-        if self.has_left:
+        if self.has_left or self._refusal is not None:
             return
         was_in_head, num_begun = self._in_head, self._num_begun
         between = self.cycle is None or not self.cycle.more_body
         self._unset_keepalive_if_required()
         self._feed(data)
-        if self.has_left:
+        if self.has_left or self._refusal is not None:
             return
         if self._in_head and (was_in_head or (between and self._num_begun == num_begun + 1)):
             self._head_bytes += len(data)
@@ -156,7 +134,7 @@ class Connection(HttpToolsProtocol):
                 return
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-            self._feed(_head_without_offer(method, self.url, self.headers) + data[offer.args[0] :])
+            self._feed(head_without_offer(method, self.url, self.headers) + data[offer.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
 
@@ -165,10 +143,9 @@ class Connection(HttpToolsProtocol):
         cycle = self._serving
         if self.has_left or cycle is None or self.scheme == "https":
             return False
-        if self._in_head or self.cycle.more_body or cycle.response_started:
+        if (self._in_head and self._refusal is None) or self.cycle.more_body or cycle.response_started:
             return False
-        self._is_half = True
-        self.cycle.keep_alive = False
+        self.cycle.keep_alive &= self._refusal is not None
         self._probe(FIRST_PROBE_S)
         return True
 
@@ -211,11 +188,14 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self.parser.get_http_version() not in ("1.0", "1.1"):  # a bare "GET /" is HTTP/0.9
+            raise no_http()
         if self.parser.should_upgrade():
             return  # see _feed
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.border.header_bytes:
             self._refusal = self._too_large()
             raise self._refusal
+        name_the_target(self.url, self.headers)
         super().on_headers_complete()
         self._may_keep = self.cycle.keep_alive
         self.cycle.keep_alive = False  # an answer in front of the body's end ends the connection
@@ -229,7 +209,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self.border.num_malformed += self._refusal is None
-        self._refuse(self._refusal or HttpError("this is no HTTP/1.1 request.", code="invalid_http"))
+        self._refuse(self._refusal or no_http())
 
     # ------------------------------------------------------------------ requests
 
@@ -243,6 +223,9 @@ class Connection(HttpToolsProtocol):
         self._serving = None
         super().on_response_complete()
         if self._serving is None and not self.has_left:
+            if self._refusal is not None:
+                self._refuse(self._refusal)
+                return
             self.border.waiting[self] = time.monotonic()
             if self._in_head:
                 self._arm(self.border.header_s, self._head_is_late)
@@ -292,13 +275,21 @@ class Connection(HttpToolsProtocol):
             self._send_timer.cancel()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer bytes that are no request. An answer that has begun, or that another request waits for, is cut off."""
+        """Answer bytes that are no request, behind those that are: requests in front of them have their answers first.
+
+        A request whose own body is at fault is cut off, if its answer has begun.
+        """
         self._refusal = error
         cycle = self._serving
+        if cycle is not None and not (cycle is self.cycle and cycle.more_body):
+            if self.cycle.more_body:
+                self.pipeline.popleft()
+                self.cycle = self.pipeline[0][0] if self.pipeline else cycle
+            return  # see on_response_complete
         if cycle is not None:
             cycle.disconnected = True
             cycle.message_event.set()
-        if cycle is None or (cycle is self.cycle and not cycle.response_started):
+        if cycle is None or not cycle.response_started:
             self._raw.write(message_of(error))
         self.leave()
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import uvicorn
 
-from tandem.serve.connection import Border, Connection, message_of
+from tandem.serve.connection import Border, Connection
 from tandem.serve.failure import HttpError
+from tandem.serve.heads import message_of
 
 log = logging.getLogger("tandem.serve")
 

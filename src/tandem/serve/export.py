@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import generate_latest as plain_text
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as _open_metrics
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,6 +40,8 @@ FROM_ENGINE = (
     "num_requests_running", "num_requests_waiting", "num_preemptions", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "steps", "step_tokens", "ghost_rows", "host_seconds",
 )  # fmt: skip
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+open_metrics: Any = _open_metrics  # it has no annotations
 KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 ALIASES = {
     "num_requests_running": ("num_requests_running",),
@@ -274,8 +279,26 @@ async def metrics(request: Request) -> Response:
         with contextlib.suppress(TandemError):
             await readings.refresh()
     exporter = Exporter(service, readings, vllm_names=service.vllm_metric_names)
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(exporter), headers={"content-type": content_type})
+    if wants_open_metrics(request.headers.get("accept", "")):
+        return Response(open_metrics(exporter, escaping=ALLOWUTF8), headers={"content-type": OPEN_METRICS})
+    return Response(plain_text(exporter, escaping=ALLOWUTF8), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+def wants_open_metrics(accept: str) -> bool:
+    """Whether an Accept header prefers OpenMetrics 1.0.0 to text 0.0.4, which is what all others get.
+
+    Names have their colon in both, whatever escaping is asked for: a colon has been part of names since the first
+    version of either, and dashboards and rules are written with it.
+    """
+    best = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for offer in accept.lower().split(","):
+        kind, *options = (part.strip() for part in offer.split(";"))
+        given = dict(option.partition("=")[::2] for option in options)
+        version, quality = given.get("version", "").strip('"'), given.get("q", "1")
+        if kind in best and (kind == "text/plain" or version in ("", "1.0.0")):
+            with contextlib.suppress(ValueError):
+                best[kind] = max(best[kind], float(quality))
+    return best["application/openmetrics-text"] > 0 and best["application/openmetrics-text"] >= best["text/plain"]
 
 
 def names_of(families: Sequence[Family], prefix: str = "tandem") -> set[str]:

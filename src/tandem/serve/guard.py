@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tandem.errors import SettingError
 from tandem.serve.failure import HttpError, response_of
 
 OPEN_PATHS = ("/health", "/")
+HOST = re.compile(r"(?:\[(?P<address>[^\[\]@/]*)\]|(?P<name>[^\[\]:@/?#]*))(?::[0-9]*)?")
 OPEN_FOLDER = "/page/"
 """The page's own files, the same for everybody: they ask for the key, and everything behind them needs it."""
 
@@ -77,16 +79,17 @@ class KeyGuard:
 def is_local_name(name: str) -> bool:
     """Whether a name or address can only mean this machine."""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback is True
     except ValueError:
         return name == "localhost" or name.endswith(".localhost")
 
 
 def host_of(value: str) -> str:
-    """The name in a Host header, without port and brackets (RFC 9110, 7.2)."""
+    """The name in a Host header, without port and brackets (RFC 9110, 7.2). What is no such header is its own name."""
     value = value.strip().lower()
-    name = value[1:].partition("]")[0] if value.startswith("[") else value.partition(":")[0]
-    return name.removesuffix(".")
+    found = HOST.fullmatch(value)
+    return (found["address"] or found["name"] or "").removesuffix(".") if found else value
 
 
 class HostGuard:

@@ -153,8 +153,15 @@ def spread(recent: Iterable[tuple[float, float]], now_s: float) -> dict[str, flo
     return {f"p{share}": values[max(0, math.ceil(len(values) * share / 100) - 1)] for share in (50, 95)}
 
 
-async def page(request: Request) -> Response:
-    return FileResponse(FOLDER / "index.html", headers=HEADERS)
+class Page:
+    """The page itself. Files are small and given whole: a Range header is passed over (RFC 9110, 14.2)."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await FileResponse(FOLDER / "index.html", headers=HEADERS)(without_range(scope), receive, send)
+
+
+def without_range(scope: Scope) -> Scope:
+    return {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in (b"range", b"if-range")]}
 
 
 class Files(StaticFiles):
@@ -169,4 +176,4 @@ class Files(StaticFiles):
                 message["headers"] += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
             await send(message)
 
-        await super().__call__(scope, receive, sending)
+        await super().__call__(without_range(scope), receive, sending)
