@@ -116,3 +116,29 @@ def test_unfinished_handshakes_count_and_make_room(https: Process, client: httpx
         assert border["open"] <= 21 and border["refused"] >= 10 and border["evicted"] >= 1
         for connection in silent:
             connection.close()
+
+
+def test_a_silent_client_holds_nobody_up(trust: Path) -> None:
+    """An idle connection goes at once for a new one or at the end, although its client says no goodbye."""
+    options = {"tls_certificate": str(trust / "certificate.pem"), "tls_key": str(trust / "key.pem"), **OPTIONS}
+    context = ssl.create_default_context(cafile=str(trust / "certificate.pem"))
+    get = b"GET /load HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with Process(options={**options, "max_connections": 8}, max_model_len=512) as server:
+        silent = [context.wrap_socket(plain(server), server_hostname="localhost") for _ in range(8)]
+        for connection in silent:
+            connection.sendall(get)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        time.sleep(1.1)
+        for _ in range(4):
+            silent.append(context.wrap_socket(plain(server), server_hostname="localhost"))
+            silent[-1].sendall(get)
+            assert silent[-1].recv(1000).startswith(b"HTTP/1.1 200")
+        time.sleep(0.3)
+        with httpx.Client(base_url=server.url, verify=context, timeout=10) as http:
+            border = http.get("/load").json()["connections"]
+            assert border["open"] <= 9 and border["evicted"] >= 4, border
+            began_s = time.monotonic()
+            server.process.terminate()
+            assert server.wait() == 0 and time.monotonic() - began_s < 0.9
+        for connection in silent:
+            connection.close()

@@ -14,57 +14,19 @@ stuck     a client that takes nothing of its answer for send_s is cut off.
 import asyncio
 import socket
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tandem.serve.border import Border
 from tandem.serve.failure import HttpError
 from tandem.serve.heads import PROBE, head_without_offer, message_of, name_the_target, no_http
 
 LINGER_S = 2.0
+GOODBYE_S = 0.1
 FIRST_PROBE_S, LAST_PROBE_S = 0.002, 5.0
 OLD_CLIENT_S = 0.1
-EVICT_S = 1.0
-
-
-@dataclass(slots=True)
-class Border:
-    """What all connections share. open: all of them; waiting: those that have no request, the longest first."""
-
-    header_s: float = 10.0
-    send_s: float = 60.0
-    header_bytes: int = 64 << 10
-    max_connections: int = 1024
-    open: "set[Connection]" = field(default_factory=set)
-    waiting: "dict[Connection, float]" = field(default_factory=dict)
-    num_accepted: int = 0
-    num_refused: int = 0
-    num_evicted: int = 0
-    num_late: int = 0
-    num_stuck: int = 0
-    num_malformed: int = 0
-
-    def has_room(self) -> bool:
-        """Whether one more may come; if need be, who has waited longest, and EVICT_S at least, goes for it."""
-        if len(self.open) < self.max_connections:
-            return True
-        for connection, since_s in self.waiting.items():
-            if time.monotonic() - since_s < EVICT_S:
-                break
-            self.num_evicted += 1
-            connection.evict()
-            return True
-        self.num_refused += 1
-        return False
-
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "open": len(self.open), "waiting": len(self.waiting), "limit": self.max_connections,
-            "accepted": self.num_accepted, "refused": self.num_refused, "evicted": self.num_evicted,
-            "late": self.num_late, "stuck": self.num_stuck, "malformed": self.num_malformed,
-        }  # fmt: skip
 
 
 class _Leaving:
@@ -233,7 +195,7 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         self._may_keep = False
         if self._serving is None:
-            self._raw.close()
+            self._close()
             return
         self._serving.keep_alive = False
 
@@ -248,12 +210,12 @@ class Connection(HttpToolsProtocol):
         self._disarm()
         self.border.waiting.pop(self, None)
         if not is_unread or self._raw.is_closing():
-            self._raw.close()
+            self._close()
         else:
             self.flow.resume_reading()
             if self._raw.can_write_eof():
                 self._raw.write_eof()
-            self._arm(LINGER_S, self._raw.close)
+            self._arm(LINGER_S, self._close)
         self._expect_progress(0)
 
     def evict(self) -> None:
@@ -263,7 +225,20 @@ class Connection(HttpToolsProtocol):
             self._socket.shutdown(socket.SHUT_RDWR)
         else:
             self.has_left = True
-            self._raw.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Over TLS the transport would wait 30 s for a goodbye, which nobody needs whose last bytes are out."""
+        self._raw.close()
+        if self.scheme == "https":
+            self.loop.call_later(GOODBYE_S, self._cut)
+
+    def _cut(self) -> None:
+        if self in self.border.open:
+            if self._raw.get_write_buffer_size():
+                self.loop.call_later(GOODBYE_S, self._cut)  # see _expect_progress for those that take nothing
+            else:
+                self._raw.abort()
 
     def forget(self) -> None:
         """It is gone."""
@@ -303,7 +278,7 @@ class Connection(HttpToolsProtocol):
             what = f"the request's header did not come within {self.border.header_s:g} s."
             self._refuse(HttpError(what, code="request_timeout"))
         else:
-            self._raw.close()
+            self._close()
 
     def _probe(self, wait_s: float) -> None:
         """Whether somebody still listens. An HTTP/1.0 client knows no interim answers and gets a moment only."""

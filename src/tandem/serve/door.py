@@ -15,7 +15,8 @@ from typing import Any
 
 import uvicorn
 
-from tandem.serve.connection import Border, Connection
+from tandem.serve.border import Border
+from tandem.serve.connection import Connection
 from tandem.serve.failure import HttpError
 from tandem.serve.heads import message_of
 

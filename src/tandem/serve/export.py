@@ -28,7 +28,7 @@ from tandem.observe.metrics import Family, Histogram, Metrics, Sample
 from tandem.observe.requests import REASONS
 from tandem.observe.timeline import CAUSES
 from tandem.serve.bodies import Bodies
-from tandem.serve.connection import Border
+from tandem.serve.border import Border
 from tandem.serve.measure import Meter
 from tandem.serve.service import Service
 

@@ -23,7 +23,7 @@ from tandem.config import Settings
 from tandem.engine.engine import AsyncEngine
 from tandem.errors import EngineDeadError, SettingError
 from tandem.serve.app import create_app
-from tandem.serve.connection import Border
+from tandem.serve.border import Border
 from tandem.serve.door import HttpServer, connection_limit
 from tandem.serve.failure import HttpError
 from tandem.serve.guard import is_local_name
