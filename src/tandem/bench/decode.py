@@ -19,6 +19,7 @@ HEADER = (
     "floor ms",
     "step ms",
     "of floor",
+    "p50 ms",
     "p99 ms",
     "tok/s",
     "device active",
@@ -29,7 +30,9 @@ HEADER = (
 class DecodeFigure(NamedTuple):
     """One cell of the table.
 
-    step_s   mean time from one decode step to the next.     floor_s  see bandwidth.py.
+    step_s   mean time from one decode step to the next, with the capture of graphs that fell within.
+    p50_s    median of these: the context grows from step to step, so this is the time at the mean context.
+    floor_s  see bandwidth.py, at the mean context.
     host_s   what the host plans, submits and settles for one, median, in seconds by part.
     """
 
@@ -39,6 +42,7 @@ class DecodeFigure(NamedTuple):
     new: int
     floor_s: float
     step_s: float
+    p50_s: float
     p99_s: float
     tokens_per_s: float
     device_active_share: float
@@ -82,12 +86,12 @@ def _measure(bed: Bed, batch: int, lengths: tuple[int, int], depth: int, params:
     bed.warm(workload, depth)
     options = {"params": params} if params is not None else {}
     run = bed.run(depth, workload, batch=batch, **options)
-    times = decode_times(run, batch)
+    times = sorted(decode_times(run, batch)) or [0.0]
     floor_s = step_bytes(bed.built, batch, prompt + new / 2) / bandwidth
     assert run.timeline is not None
     return DecodeFigure(
-        bed.built.source.name, batch, prompt, new, floor_s, sum(times) / len(times) if times else 0.0,
-        sorted(times)[int(0.99 * len(times))] if times else 0.0, run.num_new_tokens / run.wall_s,
+        bed.built.source.name, batch, prompt, new, floor_s, sum(times) / len(times), median(times),
+        times[int(0.99 * len(times))], run.num_new_tokens / run.wall_s,
         run.timeline.numbers()["device_active_share"], host_parts(full_steps(run, batch)),
     )  # fmt: skip
 
@@ -119,7 +123,7 @@ def decode_table(figures: Sequence[DecodeFigure]) -> str:
         over = f.step_s / f.floor_s if f.floor_s else None
         rows.append([
             f.model, f.batch, f"{f.prompt} → {f.new}", f.floor_s * 1e3, f.step_s * 1e3,
-            None if over is None else f"{over:.2f} ×", f.p99_s * 1e3, f.tokens_per_s, percent(f.device_active_share),
-            f"{sum(f.host_s.values()) * 1e6:.0f}",
+            None if over is None else f"{over:.2f} ×", f.p50_s * 1e3, f.p99_s * 1e3, f.tokens_per_s,
+            percent(f.device_active_share), f"{sum(f.host_s.values()) * 1e6:.0f}",
         ])  # fmt: skip
     return table(HEADER, rows)
