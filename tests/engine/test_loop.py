@@ -236,7 +236,7 @@ def test_grammars_are_compiled_beside_the_loop() -> None:
 
         def accept(self, tokens) -> None: ...
 
-    def compile_mask(request: Request) -> AnyMask:
+    def compile_mask(request: Request, turn: object) -> AnyMask:
         release.wait(5)
         if request.params.constraint.text == "bad":
             raise ValueError("no such grammar")

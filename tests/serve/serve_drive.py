@@ -86,7 +86,7 @@ def make_null(options: dict, mailbox: Any, on_phase: Callable[[str], None] = lam
         runner._script = script
     if own["compile_s"]:
         compile_mask = loop._admission._compile_mask
-        loop._admission._compile_mask = lambda request: (time.sleep(own["compile_s"]), compile_mask(request))[1]
+        loop._admission._compile_mask = lambda *what: (time.sleep(own["compile_s"]), compile_mask(*what))[1]
     if own["mask_s"]:
         from tandem.sampling import grammar_process
 

@@ -6,6 +6,7 @@ import threading
 import time
 from itertools import pairwise
 
+import httpx
 import pytest
 from serve_drive import Served, serving
 
@@ -201,6 +202,25 @@ def test_a_stream_whose_grammar_fails_ends_with_an_error_event() -> None:
         served.canary()
 
 
+def test_grammars_of_clients_that_left_hold_nobody_up() -> None:
+    """24 grammars, of which each takes as long as it may, and nobody who waits for them."""
+    parts = " & ".join(rf"/(.|\n)*[a-z]{{{length}}}.*/" for length in range(3, 33))
+    with serving(max_model_len=512) as served:
+        served.chat(guided_regex="[ab]{3}", max_tokens=9)  # the processes have started
+        for number in range(24):
+            bad = {"prompt": "a", "guided_grammar": f"start: T\nT: {parts} & /(.|\\n)*q{number}.*/"}
+            with pytest.raises(httpx.ReadTimeout):
+                served.http.post(COMPLETIONS, json=bad, timeout=httpx.Timeout(5, read=0.05))
+        began_s = time.monotonic()
+        assert json.loads(served.chat(**schema({"enum": [17]}))["choices"][0]["message"]["content"]) == 17
+        assert time.monotonic() - began_s < 4, "it took 38 s"
+        deadline_s = time.monotonic() + 3
+        while (engine := served.http.get("/load").json()["engine"])["trials"] or engine["compiling"]:
+            assert time.monotonic() < deadline_s, engine
+            time.sleep(0.05)
+        served.at_rest(5)
+
+
 def test_bound_requests_take_turns() -> None:
     """More burning grammars than there are workers: a cheap one beside them gets its masks."""
     with serving(step_s=0.005, max_model_len=1024, in_process=False, script=SAYS) as served:
@@ -289,7 +309,7 @@ def test_the_last_engine_that_closes_ends_the_grammar_processes() -> None:
 
     with serving(max_model_len=256) as served:
         served.chat(guided_choice=["yes", "no"], max_tokens=9)
-        users, processes = grammar._users, list(grammar._processes.values())
+        users, processes = grammar._users, grammar.processes()
         assert processes and not any(process.is_lost for process in processes)
     assert grammar._users == users - 1
     assert grammar._users or all(process.is_lost for process in processes)

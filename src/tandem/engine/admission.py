@@ -21,10 +21,10 @@ from tandem.sampling import grammar
 
 log = logging.getLogger("tandem.engine")
 
-NUM_COMPILERS = 4
-"""Threads, so that a grammar that takes seconds does not hold up the next one."""
+NUM_COMPILERS = 256
+"""Threads. They only wait, each for one request's grammar; sampling.grammar decides whose turn it is."""
 
-CompileMask = Callable[[Request], Mask]
+CompileMask = Callable[[Request, grammar.Turn], Mask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Admission:
         self._planner, self._mailbox, self._observers = planner, mailbox, observers
         self._compile_mask = compile_mask
         self._errands = errands
-        self._compiling: dict[str, Request] = {}
+        self._compiling: dict[str, tuple[grammar.Turn, Future[Mask]]] = {}
         self._compiled: deque[tuple[Request, Future[Mask]]] = deque()
         self._held: dict[str, tuple[Request, Mask | None]] = {}
         self._calls: deque[Call] = deque()
@@ -69,13 +69,19 @@ class Admission:
         if self._compiler is None:
             grammar.hold()
             self._compiler = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="tandem-grammar")
-        self._compiling[request.id] = request
-        future = self._compiler.submit(self._compile_mask, request)
+        turn = grammar.Turn()
+        future = self._compiler.submit(self._compile_mask, request, turn)
+        self._compiling[request.id] = turn, future
         future.add_done_callback(lambda done: self._compiled.append((request, done)))
         return None
 
     def abort(self, request: str) -> Change | None:
-        if self._compiling.pop(request, None) or self._held.pop(request, None):
+        if (compiling := self._compiling.pop(request, None)) is not None:
+            turn, future = compiling
+            turn.leave()
+            future.cancel()
+            return Change(request, finish="abort")
+        if self._held.pop(request, None):
             return Change(request, finish="abort")
         return self._planner.abort(request)
 
@@ -110,6 +116,8 @@ class Admission:
     def close(self) -> None:
         if self._compiler is not None:
             self._compiler.shutdown(wait=False, cancel_futures=True)
+            for turn, _ in self._compiling.values():
+                turn.leave()
             self._compiler = None
             grammar.release()
         while self._calls:
@@ -147,7 +155,11 @@ class Admission:
             self._mailbox.answer(call.number, value, None)
 
     def statistics(self) -> dict[str, int]:
-        return {"compiling": len(self._compiling), "held": len(self._held), "calls": len(self._calls)}
+        """compiling: requests whose grammar is not there yet. trials: grammars being tried, for whomever."""
+        return {
+            "compiling": len(self._compiling), **grammar.statistics(), "held": len(self._held),
+            "calls": len(self._calls),
+        }  # fmt: skip
 
 
 def describe(error: BaseException, limit: int = 400) -> str:

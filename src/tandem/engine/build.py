@@ -28,7 +28,7 @@ from tandem.observer import Observer
 from tandem.plan import Mask
 from tandem.request import Request
 from tandem.runner.contract import Runner, RunnerFacts
-from tandem.sampling.grammar import compile_constraint
+from tandem.sampling.grammar import Turn, compile_constraint
 from tandem.schedule.scheduler import Scheduler
 from tandem.weights.pull import pull as pull  # for the command line, which may not reach into weights
 from tandem.weights.source import ModelSource, locate
@@ -71,13 +71,17 @@ class Built:
             target_step_s=(settings.target_step_ms or 0.0) / 1000,
         )
 
-    def compile_mask(self, request: Request) -> Mask:
-        """The mask of a request's grammar. Takes milliseconds: not for the loop's thread. Raises RequestError."""
+    def compile_mask(self, request: Request, turn: Turn | None = None) -> Mask:
+        """The mask of a request's grammar. Takes time: not for the loop's thread. Raises RequestError.
+
+        turn: by its ``leave`` the call is ended.
+        """
         constraint, tokenizer_json = request.params.constraint, self.source.tokenizer_json
         assert constraint is not None
         if tokenizer_json is None:
             raise RequestError("structured output needs a tokenizer; this model has none.", param="response_format")
-        return compile_constraint(constraint, tokenizer_json, self.runner.facts.num_logits, self.source.eos_ids)
+        num_logits, eos_ids = self.runner.facts.num_logits, self.source.eos_ids
+        return compile_constraint(constraint, tokenizer_json, num_logits, eos_ids, turn=turn)
 
     def lines(self) -> list[str]:
         """The start banner."""

@@ -4,15 +4,15 @@
                                           ▲                     │            each returns at once; a mask takes
                                           └── another process ◄─┘            0.01 to 2 ms, and the loop never waits
 
-A grammar is first tried in one process, in which it may explode, and then followed in another, which never saw those
-that did. Both may be killed without harm to the engine. Reasons: grammar_worker.py. Limits: grammar_limits.py.
+A grammar is first tried in one process, in which it may explode (grammar_trial.py), and then followed in another, which
+never saw those that did. Both may be killed without harm to the engine. Reasons: grammar_worker.py. Limits:
+grammar_limits.py.
 """
 
 import atexit
 import importlib.util
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,12 +20,12 @@ from tandem.errors import GrammarError, RequestError
 from tandem.request import Constraint
 from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_process import GrammarProcess, LostError, Tokenizer
-from tandem.sampling.grammar_text import HINT, SIMPLER
+from tandem.sampling.grammar_text import HINT
+from tandem.sampling.grammar_trial import QUICK_S, LeftError, RefusedError, Trials, Turn
 
-__all__ = ["GrammarLimits", "GrammarMask", "compile_constraint", "hold", "release"]
+__all__ = ["GrammarLimits", "GrammarMask", "Turn", "compile_constraint", "hold", "release", "statistics"]
 
 _FOLLOW_BYTES = 8 << 30
-_MAX_KNOWN = 1024
 
 
 def compile_constraint(
@@ -34,13 +34,15 @@ def compile_constraint(
     num_logits: int,
     eos_ids: Collection[int],
     limits: GrammarLimits | None = None,
+    turn: Turn | None = None,
 ) -> "GrammarMask":
-    """Compile a request's grammar; blocks for milliseconds, so call it off the loop's thread.
+    """Compile a request's grammar; blocks for milliseconds or seconds, so call it off the loop's thread.
 
     json_object  any JSON object.       json_schema  text is a JSON schema.       regex  text is a pattern.
     choice       text is a JSON list of strings.                                  grammar  text is a Lark grammar.
     num_logits   rows of the output matrix: the width of the masks. Ids that pad it are never allowed.
     eos_ids      allowed where the grammar may end.
+    turn         by its ``leave`` this call is ended from another thread, and with it work that is for nobody else.
 
     Raises RequestError: malformed, not enforceable, impossible to fulfil, too large or too complex, or llguidance is
     not installed.
@@ -52,18 +54,25 @@ def compile_constraint(
     if len(constraint.text) > limits.max_text_bytes:
         raise _refusal(constraint, f"it has {len(constraint.text)} characters; the limit is {limits.max_text_bytes}")
     tokenizer = tokenizer_json, num_logits, tuple(sorted(eos_ids))
-    process = _process("follow", _FOLLOW_BYTES)
-    process.bring(tokenizer)  # both processes read it at once
-    what = constraint.kind, constraint.text, limits
-    if (tokenizer[1:], what) not in _known:
-        _try(constraint, tokenizer, limits)
-        _known[tokenizer[1:], what] = None
-        while len(_known) > _MAX_KNOWN:
-            _known.popitem(last=False)
+    turn = turn or Turn()
+    process = _process()
+    process.bring(tokenizer)  # all processes read it at once
     try:
-        mask = GrammarMask(process, _tokenizer_of(process, tokenizer), what)
-        mask.wait(limits.compile_s)
-    except (LostError, TimeoutError):
+        took_s = _trials().seconds(constraint, tokenizer, limits, turn)
+        what = constraint.kind, constraint.text, limits
+        mask = GrammarMask(process, _tokenizer_of(process, tokenizer), what, took_s > QUICK_S, turn.again())
+        turn.wait(limits.compile_s)
+        mask.allowed()
+    except RefusedError as error:
+        raise _refusal(constraint, str(error)) from None
+    except TimeoutError:
+        raise RequestError(
+            f"the grammar's first mask was not there within {limits.compile_s:g} s: there is too much to do.",
+            code="overloaded", hint="try again.",
+        ) from None  # fmt: skip
+    except LeftError:
+        raise RequestError("the request was left.", code="internal_error") from None
+    except LostError:
         raise RequestError(
             "the process that follows grammars was lost, and this request with it.",
             code="internal_error", hint="try again.",
@@ -74,20 +83,15 @@ def compile_constraint(
 class GrammarMask:
     """Follows one request's grammar (plan.Mask). Called from one thread; the work is done elsewhere, in order."""
 
-    def __init__(self, process: GrammarProcess, tokenizer: int, what: tuple[Any, ...]) -> None:
+    def __init__(
+        self, process: GrammarProcess, tokenizer: int, what: tuple[Any, ...], is_slow: bool, first: threading.Event
+    ) -> None:
+        """is_slow: compiling takes long, so it waits behind what does not. first: set when the first mask is there."""
         self._process = process
-        self._news = _News()
+        self._news = _News(first)
         self._num_tokens = 0
-        self._number = process.open(self._news, "follow", tokenizer, *what)
+        self._number = process.open(self._news, "follow", tokenizer, *what, is_slow)
         weakref.finalize(self, process.close_place, self._number).atexit = False
-
-    def wait(self, timeout_s: float) -> None:
-        """Until the first mask is there. Raises RequestError, LostError, TimeoutError."""
-        if not self._news.first.wait(timeout_s):
-            raise TimeoutError
-        if self._news.is_lost:
-            raise LostError
-        self.allowed()
 
     def allowed(self) -> bytes | None:
         """Bitmask of the ids allowed next, little-endian words of 32; None while it is being computed.
@@ -116,11 +120,11 @@ class GrammarMask:
 class _News:
     """What the other process has said last about one grammar. Written by one thread, read by another."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: threading.Event) -> None:
         self.latest: tuple[int, bytes | None] = (0, None)
         self.reason: str | None = None
         self.is_lost = False
-        self.first = threading.Event()
+        self.first = first
 
     def hear(self, num_tokens: int, value: Any, reason: str | None) -> None:
         if reason is not None:
@@ -134,18 +138,39 @@ class _News:
         self.first.set()
 
 
-_known: OrderedDict[tuple[Any, ...], None] = OrderedDict()
-_processes: dict[str, GrammarProcess] = {}
-_lock, _alone = threading.Lock(), threading.Lock()
+_follow: GrammarProcess | None = None
+_tried: Trials | None = None
+_lock = threading.Lock()
 
 
-def _process(name: str, limit_bytes: int) -> GrammarProcess:
-    """The process of that name; a new one if it was lost."""
+def _process() -> GrammarProcess:
+    """The process that follows; a new one if it was lost."""
+    global _follow
     with _lock:
-        process = _processes.get(name)
-        if process is None or process.is_lost:
-            process = _processes[name] = GrammarProcess(name, limit_bytes)
-        return process
+        if _follow is None or _follow.is_lost:
+            _follow = GrammarProcess("follow", _FOLLOW_BYTES)
+        return _follow
+
+
+def _trials() -> Trials:
+    global _tried
+    with _lock:
+        _tried = _tried or Trials()
+        return _tried
+
+
+def processes() -> list[GrammarProcess]:
+    """All that run: the one that follows, and those in which grammars are tried."""
+    with _lock:
+        follow, tried = _follow, _tried
+    return [*([follow] if follow else ()), *(tried.processes() if tried else ())]
+
+
+def statistics() -> dict[str, int]:
+    """As Trials.statistics."""
+    with _lock:
+        tried = _tried
+    return tried.statistics() if tried else {"trials": 0}
 
 
 _users = 0
@@ -171,9 +196,14 @@ def release() -> None:
 @atexit.register
 def close() -> None:
     """End the grammar processes. They start again when they are needed."""
+    global _follow, _tried
     with _lock:
-        while _processes:
-            _processes.popitem()[1].kill()
+        follow, _follow = _follow, None
+        tried, _tried = _tried, None
+    if tried is not None:
+        tried.close()
+    if follow is not None:
+        follow.kill()
 
 
 def _tokenizer_of(process: GrammarProcess, tokenizer: Tokenizer) -> int:
@@ -183,34 +213,6 @@ def _tokenizer_of(process: GrammarProcess, tokenizer: Tokenizer) -> int:
             f"this model's tokenizer cannot be used for structured output: {reason}.", param="response_format"
         )
     return number
-
-
-def _try(constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits) -> None:
-    """Compile it and follow it for some tokens where that may go wrong. Raises RequestError."""
-    process = _process("try", limits.compile_bytes)
-    try:
-        reason = _tried(process, constraint, tokenizer, limits)
-    except LostError:  # for this grammar's fault, or a neighbour's: alone, it can only be its own
-        with _alone:
-            process = GrammarProcess("try alone", limits.compile_bytes)
-            try:
-                reason = _tried(process, constraint, tokenizer, limits)
-            except LostError:
-                reason = f"compiling it takes more memory than {limits.compile_bytes >> 20} MiB{HINT}{SIMPLER}"
-            finally:
-                process.kill()
-    if reason is not None:
-        raise _refusal(constraint, reason)
-
-
-def _tried(process: GrammarProcess, constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits) -> str | None:
-    number = _tokenizer_of(process, tokenizer)
-    asked = process.ask("try", number, constraint.kind, constraint.text, limits)
-    try:
-        return asked.result(limits.compile_s)[1]
-    except TimeoutError:
-        process.kill()  # nothing else ends it
-        return f"compiling it takes longer than {limits.compile_s:g} s{HINT}{SIMPLER}"
 
 
 def _refusal(constraint: Constraint, reason: str) -> RequestError:

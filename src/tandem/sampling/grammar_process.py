@@ -61,7 +61,7 @@ class GrammarProcess:
     """Starts at once. limit_bytes: memory that it may take for data."""
 
     def __init__(self, name: str, limit_bytes: int) -> None:
-        self.name = name
+        self.name, self.limit_bytes = name, limit_bytes
         self._numbers = itertools.count()
         self._places: dict[int, Place] = {}
         self._tokenizers: dict[Tokenizer, tuple[int, Future[tuple[Any, str | None]]]] = {}

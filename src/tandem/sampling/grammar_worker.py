@@ -26,7 +26,7 @@ from tandem.sampling.grammar_follow import Follower, Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_text import UnfitError, first_line
 
-NUM_COMPILERS = 4  # as many as the engine asks for at once (engine.admission)
+NUM_COMPILERS = 2
 NUM_QUICK = 2
 NICENESS = 5
 MAX_KEPT, MAX_KEPT_CHARACTERS = 32, 64 << 10
@@ -49,12 +49,11 @@ class Worker:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._tokenizers = Tokenizers()
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _Request | None] = {}  # None: still in the line to be compiled
         self._kept: OrderedDict[tuple[Any, ...], Follower] = OrderedDict()
         self._lock, self._sending = threading.Lock(), threading.Lock()
-        self._compile, self._quick, self._slow = (
-            _line("compile", NUM_COMPILERS), _line("quick", NUM_QUICK), _line("slow", 1)
-        )  # fmt: skip
+        self._compile, self._compile_slow = _line("compile", NUM_COMPILERS), _line("compile-slow", 1)
+        self._quick, self._slow = _line("quick", NUM_QUICK), _line("slow", 1)
 
     def run(self) -> None:
         """Until the parent closes its end, or is gone."""
@@ -72,13 +71,21 @@ class Worker:
 
         self._compile.put(lambda: self._answer(number, work))
 
-    def _on_follow(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits) -> None:
+    def _on_follow(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits, is_slow: bool) -> None:
+        self._requests[number] = None
+
         def work() -> bytes:
             follower = self._compiled(key, kind, text, limits)
-            self._requests[number] = _Request(follower)
+            with self._lock:
+                if number in self._requests:  # else it was forgotten meanwhile
+                    self._requests[number] = _Request(follower)
             return follower.mask
 
-        self._compile.put(lambda: self._answer(number, work))
+        def job() -> None:
+            if number in self._requests and not self._answer(number, work):
+                self._requests.pop(number, None)
+
+        (self._compile_slow if is_slow else self._compile).put(job)
 
     def _compiled(self, *what: Any) -> Follower:
         """A follower at the beginning: several answers to one prompt share a grammar, and so do a client's requests."""
@@ -109,7 +116,8 @@ class Worker:
         self._queue(number, request)
 
     def _on_forget(self, number: int) -> None:
-        self._requests.pop(number, None)
+        with self._lock:
+            self._requests.pop(number, None)
 
     def _queue(self, number: int, request: _Request) -> None:
         line = self._slow if request.follower.is_slow else self._quick
