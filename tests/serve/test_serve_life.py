@@ -80,6 +80,21 @@ def test_c08_the_engine_dies_or_hangs(fault: str) -> None:
         assert any("engine" in line for line in server.lines)
 
 
+def test_a_stopped_engine_is_ended_behind_the_linger() -> None:
+    """SIGSTOP: its step is overdue, so it is dead; the server does not wait for it to end by itself."""
+    with Process(options={"stall_timeout": 0.5, "linger": 0.5}, step_s=0.02, max_model_len=4096) as server:
+        begun = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            streamed = pool.submit(stream, server, LONG, begun)
+            assert begun.wait(10)
+            child = child_of(server)
+            began_s = time.monotonic()
+            child.suspend()
+            assert streamed.result(10)[-1]["error"]["code"] == "engine_dead"
+        assert server.wait() == 1 and 1.0 <= time.monotonic() - began_s < 3.5
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
 def test_c08_one_bad_request_is_no_death() -> None:
     with Process(fail_at_prompt=70, max_model_len=512) as server:
         assert post(server, {"prompt": [70]}).status_code == 500

@@ -15,7 +15,7 @@ from tandem.config import Settings
 from tandem.engine.contract import Card, Host
 from tandem.engine.frontend import FrontEnd
 from tandem.engine.hosting import settings_of, start_host
-from tandem.engine.process import MAKE
+from tandem.engine.process import EXIT_S, MAKE
 from tandem.engine.relay import Relay
 from tandem.engine.streams import AsyncStream
 from tandem.errors import EngineDeadError, TandemError
@@ -141,14 +141,17 @@ class AsyncEngine:
         """
         return time.perf_counter() - self.heard_s if self._front.num_live else 0.0
 
-    async def close(self, drain_s: float = 0.0) -> None:
-        """See contract.Engine. Streams that are not done by then raise EngineDeadError. Idempotent."""
+    async def close(self, drain_s: float = 0.0, exit_s: float = EXIT_S) -> None:
+        """See contract.Engine. Streams that are not done by then raise EngineDeadError. Idempotent.
+
+        exit_s   behind that, how long the engine's process may take to end by itself before it is killed.
+        """
         self._closing = True
         deadline_s = time.perf_counter() + drain_s
         while self._front.num_live and self.error is None and time.perf_counter() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
         self._front.stopped(self.error)
-        await asyncio.shield(asyncio.to_thread(self._host.close))
+        await asyncio.shield(asyncio.to_thread(self._host.close, exit_s))
         self.text.close()
 
     def _require_open(self) -> None:

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute
 
 from tandem.config import Settings
 from tandem.engine.engine import AsyncEngine
+from tandem.engine.process import EXIT_S
 from tandem.errors import EngineDeadError, SettingError
 from tandem.serve.app import create_app
 from tandem.serve.border import Border
@@ -36,6 +37,7 @@ log = logging.getLogger("tandem.serve")
 Say = Callable[[str], None]
 WATCH_S = 0.05
 LAST_WORDS_S = 0.5
+DEAD_EXIT_S = 0.2
 KEEP_ALIVE_S = 75
 
 
@@ -72,6 +74,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
     engine: AsyncEngine | None = None
+    code = 0
     try:
         engine = await _start(settings, signals, {"on_phase": say, **(start or {})})
         if engine is None:
@@ -85,12 +88,13 @@ async def serve(
         service.vllm_metric_names = options.vllm_metric_names
         app = create_app(service, keys=keys, origins=options.cors_origin, hosts=_hosts(options, keys), routes=routes)
         with tracing(options.otlp_endpoint, app, service) as traced:
-            return await _run(
+            code = await _run(
                 service, traced, options, listener, signals, lambda port: _banner(service, options, keys, port, say)
             )
+            return code
     finally:
         if engine is not None:
-            await engine.close()
+            await engine.close(exit_s=DEAD_EXIT_S if code else EXIT_S)
         listener.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
