@@ -103,6 +103,6 @@ def test_the_space_before_the_first_word_of_sentencepiece_takes_no_place() -> No
 
         token_bytes = table.__getitem__
 
-    assert prompt_places(Pieces(), [0, 1, 2, 3], "Hello world!", as_written=True) == [0, 0, 5, 11]
-    assert prompt_places(Pieces(), [0, 1, 2], "Hello world", as_written=False) == [0, 0, 5]
-    assert prompt_places(Pieces(), [0, 1, 2], "<s> Hello world", as_written=True) == [0, 3, 9]
+    assert list(prompt_places(Pieces(), [0, 1, 2, 3], "Hello world!", as_written=True)) == [0, 0, 5, 11]
+    assert list(prompt_places(Pieces(), [0, 1, 2], "Hello world", as_written=False)) == [0, 0, 5]
+    assert list(prompt_places(Pieces(), [0, 1, 2], "<s> Hello world", as_written=True)) == [0, 3, 9]

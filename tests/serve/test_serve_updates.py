@@ -11,7 +11,8 @@ from front_drive import serving
 from tandem.engine.contract import Update
 from tandem.engine.streams import AsyncInbox
 from tandem.errors import RequestError, TandemError
-from tandem.serve.reply import Ask, ChatReply, CompletionReply, Show
+from tandem.serve.reply import Ask, Show
+from tandem.serve.shapes import ChatReply, CompletionReply
 from tandem.serve.updates import Updates
 
 NASTY = ("plain", 'a "quote" and \\', "\n\t\x00\x1f", "ü é 語 😀", "\N{REPLACEMENT CHARACTER}", "</script>", "x" * 5000)

@@ -93,7 +93,7 @@ async def _local(arguments: argparse.Namespace, given: dict[str, object]) -> Tal
         engine = await AsyncEngine.start(Settings.from_dict(dict(given)), on_phase=screen.phase)
     async with engine:
         names = tuple(arguments.served_model_name) or (engine.card.name,)
-        limits = Limits(body_bytes=1 << 30, deadline_s=float(10**9))
+        limits = Limits(body_bytes=1 << 30, deadline_s=float(10**9), max_answers=4096)
         service = Service(engine, names, limits, QueueLimits(requests=None))
         rows = engine.card.settings.get("settings", {}).get("max_num_seqs") or 32
         return await _run(arguments, sender_of(create_app(service)), arguments.concurrency or 2 * rows)

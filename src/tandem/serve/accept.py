@@ -34,12 +34,18 @@ DIRECT = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an operator allows. Bytes, counts and seconds."""
+    """What an operator allows. Bytes, counts and seconds.
+
+    max_answers           of one request: prompts times n.
+    max_answer_logprobs   log-probabilities in one answer that is held until its end, as often as they are shown.
+    """
 
     body_bytes: int = 4 << 20
     max_n: int = 16
     max_prompts: int = 256
     deadline_s: float = 3600.0
+    max_answers: int = 512
+    max_answer_logprobs: int = 1 << 20
 
 
 def chat_params(body: ChatRequest, defaults: dict[str, Any], limits: Limits) -> SamplingParams:

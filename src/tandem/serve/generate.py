@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -16,7 +15,7 @@ from tandem.engine.contract import Card
 from tandem.errors import ContextLengthError, RequestError
 from tandem.request import Request as EngineRequest
 from tandem.request import SamplingParams
-from tandem.serve.accept import chat_params, completion_params, constraint_field
+from tandem.serve.accept import Limits, chat_params, completion_params, constraint_field
 from tandem.serve.bodies import read_json
 from tandem.serve.calls import MISTRAL
 from tandem.serve.conversation import understood
@@ -24,10 +23,12 @@ from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
 from tandem.serve.refusals import MAX_VALUES, check_count
-from tandem.serve.reply import Ask, ChatReply, CompletionReply, Reply, Show
+from tandem.serve.reply import Ask, Reply, Show
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service
+from tandem.serve.shapes import ChatReply, CompletionReply
 from tandem.serve.tools import ToolUse, tool_use
+from tandem.serve.written import response_of_parts
 
 Prompt = str | Sequence[int]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -44,6 +45,8 @@ class Job:
     make_reply         makes the answer of the submitted prompts.
     constraint_param   the field that asked for the grammar, to be named when it turns out to be wrong.
     adds_special       prompts that are text get what the tokenizer adds, its begin-of-sequence token for one.
+    is_held            the answer is held until its end.
+    is_silent          the prompt alone is wanted.
     """
 
     body: Generation
@@ -55,6 +58,8 @@ class Job:
     echo: bool = False
     constraint_param: str | None = None
     adds_special: bool = True
+    is_held: bool = True
+    is_silent: bool = False
 
 
 async def chat(request: Request) -> ASGIApp:
@@ -88,7 +93,7 @@ async def chat_job(
     show.parser = use.parser(card.chat_template, end)
     return Job(
         body, params, [prompt], lambda asks, show: kind(asks, model, service.engine.text, show), show, journey,
-        constraint_param=use.constraint_param or constraint_field(body),
+        constraint_param=use.constraint_param or constraint_field(body), is_held=not body.stream,
     )  # fmt: skip
 
 
@@ -144,12 +149,11 @@ async def completions(request: Request) -> ASGIApp:
     params = completion_params(body, service.engine.card.defaults, service.limits)
     prompts = _prompts(body, service)
     show = show_of(body, body.logprobs is not None)
-    show.silent = body.max_tokens == 0
     echo = bool(body.echo)
     tokens = service.engine.text
     job = Job(
         body, params, prompts, lambda asks, show: CompletionReply(asks, model, tokens, show, echo=echo), show, journey,
-        echo, constraint_field(body), body.add_special_tokens is not False,
+        echo, constraint_field(body), body.add_special_tokens is not False, not body.stream, body.max_tokens == 0,
     )  # fmt: skip
     return await answer(request, service, job)
 
@@ -194,18 +198,21 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
     """Encode, check, admit, submit every prompt, then stream or collect. Nothing submitted is ever left running."""
     engine, body, journey = service.engine, job.body, job.journey
     _check_priority(body, engine.card)
+    num_answers = _checked_answers(job, service.limits)
     tokens = await _encoded(service, job)
+    _check_logprobs(job, [len(ids) for ids in tokens], engine.card.max_length, service.limits)
     service.bodies.release(request.scope)
     with ExitStack() as stack:
-        stack.enter_context(service.admitted(sum(map(len, tokens))))
+        stack.enter_context(service.admitted(num_answers, sum(map(len, tokens)) * job.params.n))
         asks: list[Ask] = []
         stack.callback(_abort, asks)
         for i, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
             submitted_s, num = time.perf_counter(), job.params.n
             stream = await engine.submit(ids, job.params, priority=body.priority or 0, salt=body.cache_salt or "")
             echoed = _echoed(service, prompt) if job.echo else ""
-            asks.append(Ask(stream, num, i * num, echoed, job.params, isinstance(prompt, str)))
+            asks.append(Ask(stream, num, i * num, echoed, job.params, isinstance(prompt, str), job.is_silent))
             journey.add(submitted_s, stream.id, num)
+            await asyncio.sleep(0)  # a prompt of ids is decoded to be echoed
         if body.explain:
             job.show.explain = lambda: journey.account(engine)
         reply = job.make_reply(asks, job.show)
@@ -224,6 +231,7 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         return EventStream(reply.chunks(updates), end, service.keep_alive_s, name)
     try:
         whole = await unless_gone(request.receive, reply.whole(updates))
+        finished = response_of_parts(whole, {"x-request-id": reply.id})
     except ClientGoneError as left:
         end(left)
         return Response(status_code=499)
@@ -231,7 +239,37 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         end(error if isinstance(error, Exception) else ClientGoneError())
         raise
     end(None)
-    return Response(orjson.dumps(whole), media_type="application/json", headers={"x-request-id": reply.id})
+    return finished
+
+
+def _checked_answers(job: Job, limits: Limits) -> int:
+    """How many answers the request asks for. Raises RequestError for too many."""
+    num_prompts, n = len(job.prompts), job.params.n
+    if num_prompts * n > limits.max_answers:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {n} ask for {num_prompts * n} answers; the limit is {limits.max_answers}.",
+            param="n" if n > 1 else "prompt", hint="send several requests.",
+        )  # fmt: skip
+    return num_prompts * n
+
+
+def _check_logprobs(job: Job, lengths: Sequence[int], max_length: int, limits: Limits) -> None:
+    """Raise RequestError if an answer that is held until its end may show too many log-probabilities."""
+    params, show = job.params, job.show
+    if not job.is_held or not (show.logprobs or show.prompt_logprobs):
+        return
+    of_new = 1 + (params.logprobs or 0) if show.logprobs else 0
+    of_prompt = (1 + (params.prompt_logprobs or 0)) * (show.prompt_logprobs + (job.echo and show.logprobs))
+    num = 0
+    for length in lengths:
+        most = max_length - length if params.max_tokens is None else params.max_tokens
+        num += params.n * (length * of_prompt + most * of_new)
+    if num > limits.max_answer_logprobs:
+        raise RequestError(
+            f"the answer may hold {num} log-probabilities; the limit is {limits.max_answer_logprobs}.",
+            param="logprobs" if show.logprobs else "prompt_logprobs",
+            hint="ask for fewer tokens, fewer answers, or fewer alternatives to a token, or for a stream.",
+        )
 
 
 def _check_priority(body: Generation, card: Card) -> None:

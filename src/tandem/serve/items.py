@@ -4,7 +4,9 @@
 Each item is opened, grown and closed by events; the whole answer is what the events built.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from tandem.serve.logprobs import Tokens, chat_entries
 from tandem.serve.parse import Piece, ToolPiece
 from tandem.serve.reply import Ask, Reply, Show, Updates
 from tandem.serve.schema import ResponsesRequest
+from tandem.serve.written import PIECE_BYTES, Parts
 
 Event = dict[str, Any]
 ECHOED = (
@@ -33,12 +36,13 @@ class Items:
         self._identity, self._tokens, self._show_logprobs = identity, tokens, logprobs
         self._open: dict[str, Any] | None = None
         self._tool = -1
-        self._entries: list[dict[str, Any]] = []
+        self._entries: list[orjson.Fragment] = []
 
     def grow(self, piece: Piece, entries: Sequence[TokenLogprobs]) -> Iterator[Event]:
         """Events of one piece. entries: log-probabilities that have come with it."""
         if self._show_logprobs:
-            self._entries += chat_entries(self._tokens, entries)
+            # written at once: every later event that shows them only copies
+            self._entries += map(orjson.Fragment, map(orjson.dumps, chat_entries(self._tokens, entries)))
         if piece.tool is not None:
             if piece.tool.index != self._tool:
                 yield from self.close("completed")
@@ -111,6 +115,8 @@ class Items:
         else:
             part = item["content"][0]
             self._take_logprobs(part)
+            if "logprobs" in part:  # one piece from here on: four events show it
+                part["logprobs"] = orjson.Fragment(orjson.dumps(part["logprobs"]))
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._about("response.content_part.done", content_index=0, part=_copy(part))
@@ -135,19 +141,24 @@ class ResponsesReply(Reply):
         self._num_reasoning = 0
         self._number = 0
 
-    async def whole(self, updates: Updates) -> dict[str, Any]:
-        async for _ in self._events(updates):
-            pass
-        return self._response() | await self.explanation()
+    async def whole(self, updates: Updates) -> Parts:
+        async with aclosing(updates), aclosing(self._events(updates)) as events:
+            async for _ in events:
+                pass
+        return [orjson.dumps(self._response() | await self.explanation())]
 
     async def chunks(self, updates: Updates) -> AsyncGenerator[bytes, None]:
         """The events. The first two wait for the engine's first word, so that a refusal can still be a plain 400."""
         begin = [self._sse({"type": f"response.{kind}", "response": self._response()}) for kind in BEGIN]
-        async for event in self._events(updates):
-            for first in begin:
-                yield first
-            begin = []
-            yield self._sse(event)
+        async with aclosing(updates), aclosing(self._events(updates)) as events:
+            async for event in events:
+                for first in begin:
+                    yield first
+                begin = []
+                data = self._sse(event)
+                yield data
+                if len(data) > PIECE_BYTES:
+                    await asyncio.sleep(0)
         for first in begin:
             yield first
         response = self._response() | await self.explanation()
@@ -196,7 +207,7 @@ class ResponsesReply(Reply):
     def _sse(self, event: Event) -> bytes:
         body: bytes = orjson.dumps({**event, "sequence_number": self._number})
         self._number += 1
-        return f"event: {event['type']}\n".encode() + b"data: " + body + b"\n\n"
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), body)
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

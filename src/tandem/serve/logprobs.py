@@ -1,7 +1,7 @@
 """Log-probabilities in the API's shapes. It knows tokens as text and bytes; it does not know answers."""
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from tandem.engine.detokenize import unfinished_bytes
@@ -60,25 +60,41 @@ class Offsets:
         return places
 
 
-def prompt_places(tokens: Tokens, ids: Sequence[int], text: str, *, as_written: bool) -> list[int]:
-    """The places of a prompt's tokens in its text. as_written: special tokens in the text are shown in it."""
+def prompt_places(tokens: Tokens, ids: Sequence[int], text: str, *, as_written: bool) -> Iterator[int]:
+    """The places of a prompt's tokens in its text, one by one: it may be long.
+
+    as_written   special tokens in the text are shown in it.
+    """
     shown, plain = tokens.visible_bytes(not as_written), tokens.visible_bytes(True)
     added = ids[:1] if not plain(ids[0]) and not text.startswith(tokens.token_text(ids[0])) else ids[:0]
     rest = ids[len(added) :]
     # sentencepiece writes a space before the first word that no text shows
     early = bool(rest) and shown(rest[0]).startswith(b" ") and not text.startswith(" ")
-    places = Offsets(shown, -early).of(rest)
-    return [0] * len(added) + [min(max(place, 0), len(text)) for place in places]
+    yield from [0] * len(added)
+    offsets = Offsets(shown, -early)
+    for start in range(0, len(rest), 64):
+        for place in offsets.of(rest[start : start + 64]):
+            yield min(max(place, 0), len(text))
 
 
-def completion_lists(tokens: Tokens, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
-    """The four equally long lists of choices[].logprobs."""
-    return {
-        "tokens": [tokens.token_text(entry.token) for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [_top(tokens, entry) for entry in entries],
-        "text_offset": list(offsets),
-    }
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def completion_lists(
+    tokens: Tokens, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """LISTS, the four equally long lists of choices[].logprobs."""
+    return (
+        [tokens.token_text(entry.token) for entry in entries],
+        [entry.logprob for entry in entries],
+        [_top(tokens, entry) for entry in entries],
+        list(offsets),
+    )
+
+
+def num_values_of(entries: Sequence[TokenLogprobs]) -> int:
+    """Log-probabilities that one of these entries has, at most."""
+    return 1 + max((len(entry.top) for entry in entries[:2]), default=0)
 
 
 def _top(tokens: Tokens, entry: TokenLogprobs) -> dict[str, float] | None:

@@ -63,6 +63,8 @@ class Visit:
                 if count := len(update.token_ids):
                     meter._tokens(self, ask, answer, update, count, now_s)
                 if update.finish is not None:
+                    if update.finish in meter.num_finished:
+                        meter._count_prompt(self, ask, update)
                     meter._end(self, answer, update.finish, now_s)
         except Exception:
             meter.give_up()

@@ -41,9 +41,14 @@ class ServeOptions:
     tls_certificate: str | None = _option(None, "security", "PEM file of the certificate chain: serve HTTPS")
     tls_key: str | None = _option(None, "security", "PEM file of the private key, if apart from the certificate")
 
-    max_requests: int | None = _option(1024, "limits", "most requests in the server at once; more get 429", low=1)
+    max_requests: int | None = _option(
+        1024,
+        "limits",
+        "most requests in the server at once, one with several answers counted as so many; more get 429",
+        low=1,
+    )
     max_queued_tokens: int | None = _option(
-        None, "limits", "most prompt tokens in the server at once; more get 429", low=1
+        None, "limits", "most prompt tokens in the server at once, counted for each answer; more get 429", low=1
     )
     queue_timeout: float | None = _option(None, "limits", "longest wait for a first token; then 503", low=0.001)
     header_timeout: float = _option(
@@ -60,6 +65,10 @@ class ServeOptions:
     )
     max_n: int = _option(16, "limits", "most answers to one prompt", low=1, high=128)
     max_prompts: int = _option(256, "limits", "most prompts in one completion request", low=1)
+    max_answers: int = _option(512, "limits", "most answers to one request, prompts times n", low=1)
+    max_answer_logprobs: int = _option(
+        1 << 20, "limits", "most log-probabilities in one answer that is not streamed, alternatives among them", low=1
+    )
 
     keep_alive: float = _option(10.0, "life", "seconds of silence in a stream before a comment line is sent", low=0.01)
     drain_timeout: float = _option(30.0, "life", "time that running requests have after SIGTERM", low=0)
@@ -99,7 +108,9 @@ class ServeOptions:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.max_body, self.max_n, self.max_prompts, self.max_time)
+        return Limits(
+            self.max_body, self.max_n, self.max_prompts, self.max_time, self.max_answers, self.max_answer_logprobs
+        )
 
     @property
     def bodies(self) -> Bodies:

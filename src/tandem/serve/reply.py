@@ -1,4 +1,4 @@
-"""Answers in the OpenAI API's shapes, streamed or whole, from one source of updates. It does not know HTTP.
+"""Answers, streamed or whole, from one source of updates. It does not know HTTP, nor the API's shapes (``shapes``).
 
 Both ways run through the same pieces (``Choice.take``), so stream and non-stream give the same text, tokens,
 log-probabilities, usage and finish reason.
@@ -16,8 +16,9 @@ import orjson
 from tandem.engine.contract import Update
 from tandem.engine.streams import AsyncStream
 from tandem.request import SamplingParams, TokenLogprobs
-from tandem.serve.logprobs import Offsets, Tokens, chat_entries, completion_lists, prompt_entries, prompt_places
+from tandem.serve.logprobs import Offsets, Tokens, num_values_of, prompt_entries
 from tandem.serve.parse import AnswerParser, Piece
+from tandem.serve.written import Parts, Turns, with_more, written_lists
 
 MakeParser = Callable[[], AnswerParser]
 _MARK = "\N{REPLACEMENT CHARACTER}"
@@ -29,6 +30,7 @@ class Ask:
     """One prompt's stream and what its answers must show.
 
     as_written   the prompt was given as text, so that echo_text shows its special tokens.
+    silent       the prompt alone is wanted: what was generated is not shown, and nobody counts it.
     """
 
     stream: AsyncStream
@@ -37,6 +39,7 @@ class Ask:
     echo_text: str = ""
     params: SamplingParams | None = None
     as_written: bool = False
+    silent: bool = False
 
 
 class Updates(Protocol):
@@ -53,7 +56,6 @@ class Show:
 
     parser   makes a parser for each answer's text, None: it is content.
     ending   the end-of-sequence token's text where special tokens are shown for the parser's sake.
-    silent   the prompt alone is wanted: what was generated is not shown.
     """
 
     usage_chunk: bool = False
@@ -61,7 +63,6 @@ class Show:
     logprobs: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
-    silent: bool = False
     parser: MakeParser | None = None
     ending: str = ""
     explain: Explain | None = None
@@ -88,11 +89,7 @@ class Choice:
 
     def take(self, update: Update) -> list[Piece]:
         """Pieces of the answer that this update completes."""
-        if self.show.silent:
-            update.text, update.token_ids, update.logprobs = "", [], None
-            update.finish = update.finish and "length"
         self.token_ids += update.token_ids
-        self.logprobs += update.logprobs or ()
         if update.finish == "stop" and self.show.ending:
             update.text = update.text.removesuffix(self.show.ending)
         if self.parser is not None:
@@ -116,9 +113,12 @@ class Reply:
         self.created = int(time.time())
         self.model, self.tokens, self.asks, self.show = model, tokens, asks, show
         self.choices: dict[int, Choice] = {}
+        self._ask_of: dict[int, Ask] = {}
+        self._written: dict[tuple[int, str], list[Parts]] = {}
         for ask in asks:
             for i in range(ask.first_index, ask.first_index + ask.num_choices):
                 self.choices[i] = Choice(i, show, show.parser() if show.parser else None)
+                self._ask_of[i] = ask
         self.cached = 0
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
@@ -138,19 +138,24 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
-    async def whole(self, updates: Updates) -> dict[str, Any]:
-        """Run to the end and give the complete answer."""
+    async def whole(self, updates: Updates) -> Parts:
+        """Run to the end and give the complete answer, written. What the answers to a prompt share is written once."""
         async with aclosing(updates):
             async for ask, update in updates:
                 choice = self.admit(ask, update)
                 choice.pieces += choice.take(update)
-        body = self.envelope(self.kind) | {
-            "choices": [self._complete(choice) for choice in self.choices.values()],
-            "usage": self.usage(),
-        }
+                choice.logprobs += update.logprobs or ()
+        turns = Turns()
+        choices: Parts = []
+        for choice in self.choices.values():
+            if choices:
+                choices.append(b",")
+            choices += await self._complete(choice, turns)
+        body = self.envelope(self.kind) | {"usage": self.usage()}
+        more = {"choices": [b"[", *choices, b"]"]}
         if self.show.token_ids and len(self.asks) == 1:
-            body["prompt_token_ids"] = list(self.asks[0].stream.prompt_token_ids)
-        return body | await self.explanation()
+            more["prompt_token_ids"] = await self._prompt_ids(self.asks[0], turns)
+        return with_more(body | await self.explanation(), more)
 
     async def chunks(self, updates: Updates) -> AsyncGenerator[bytes, None]:
         """One server-sent event a piece; the last of a choice carries its finish reason, then usage, then [DONE]."""
@@ -184,7 +189,7 @@ class Reply:
         Such an event is by far the most frequent one, and this makes it cheap.
         """
         show = self.show
-        if choice.parser or show.logprobs or show.token_ids or show.continuous_usage or show.silent:
+        if choice.parser or show.logprobs or show.token_ids or show.continuous_usage:
             return None
         # only null and numbers stand behind the text, so the last place is its
         before, _, behind = self._event(choice, Piece(content=_MARK), None).rpartition(orjson.dumps(_MARK))
@@ -205,7 +210,7 @@ class Reply:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def ask_of(self, choice: Choice) -> Ask:
-        return next(a for a in self.asks if a.first_index <= choice.index < a.first_index + a.num_choices)
+        return self._ask_of[choice.index]
 
     def prompt_entries_of(self, choice: Choice) -> list[TokenLogprobs]:
         return self.prompt_logprobs.get(self.ask_of(choice).first_index, [])
@@ -225,19 +230,42 @@ class Reply:
             chunk["usage"] = self.usage()
         return sse(chunk)
 
-    def _complete(self, choice: Choice) -> dict[str, Any]:
+    async def _complete(self, choice: Choice, turns: Turns) -> Parts:
         body = {"index": choice.index} | self.answer(choice) | {"finish_reason": choice.finish}
-        body["logprobs"] = self.logprobs(choice, self.entries_of(choice)) if self.show.logprobs else None
+        more: dict[str, Parts] = {}
+        if self.show.logprobs:
+            more["logprobs"] = await self.written_logprobs(choice, turns)
+            choice.logprobs = []  # an answer may have many
+        else:
+            body["logprobs"] = None
         if self.show.prompt_logprobs:
-            body["prompt_logprobs"] = prompt_entries(self.tokens, self.prompt_entries_of(choice))
+            entries = self.prompt_entries_of(choice)
+            inside = (await self.once(choice, "entries", lambda: written_lists(
+                lambda some: (prompt_entries(self.tokens, some),), entries, num_values_of(entries[1:]), turns
+            )))[0]  # fmt: skip
+            more["prompt_logprobs"] = [b"[", *inside, b"]"]
         if self.show.token_ids:
             body["token_ids"] = choice.token_ids
             if len(self.asks) > 1:
-                body["prompt_token_ids"] = list(self.ask_of(choice).stream.prompt_token_ids)
-        return body
+                more["prompt_token_ids"] = await self._prompt_ids(self.ask_of(choice), turns)
+        await turns.done(64 + len(choice.token_ids))
+        return with_more(body, more)
 
-    def entries_of(self, choice: Choice) -> list[TokenLogprobs]:
-        return choice.logprobs
+    async def _prompt_ids(self, ask: Ask, turns: Turns) -> Parts:
+        ids = ask.stream.prompt_token_ids
+        choice = self.choices[ask.first_index]
+        inside = await self.once(choice, "ids", lambda: written_lists(lambda some: (list(some),), ids, 1, turns))
+        return [b"[", *inside[0], b"]"]
+
+    async def once(self, choice: Choice, what: str, write: Callable[[], Awaitable[list[Parts]]]) -> list[Parts]:
+        """What all answers to a choice's prompt share, written for the first of them."""
+        key = self.ask_of(choice).first_index, what
+        if key not in self._written:
+            self._written[key] = await write()
+        return self._written[key]
+
+    async def written_logprobs(self, choice: Choice, turns: Turns) -> Parts:
+        raise NotImplementedError
 
     def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
@@ -247,77 +275,6 @@ class Reply:
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         raise NotImplementedError
-
-
-class ChatReply(Reply):
-    """POST /v1/chat/completions."""
-
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-
-    def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        delta: dict[str, Any] = {} if choice.started else {"role": "assistant"}
-        if piece.content or (not choice.started and piece.tool is None and not piece.reasoning):
-            delta["content"] = piece.content
-        if piece.reasoning:
-            delta["reasoning_content"] = piece.reasoning
-        if piece.tool is not None:
-            delta["tool_calls"] = [piece.tool.as_delta()]
-        return {"delta": delta}
-
-    def answer(self, choice: Choice) -> dict[str, Any]:
-        content, reasoning, calls = joined(choice.pieces)
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        message["refusal"] = None
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message}
-
-    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"content": chat_entries(self.tokens, entries), "refusal": None}
-
-
-class CompletionReply(Reply):
-    """POST /v1/completions. With echo, the prompt comes first: text and, if asked for, its log-probabilities."""
-
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl-"
-
-    def __init__(self, asks: Sequence[Ask], model: str, tokens: Tokens, show: Show, *, echo: bool = False) -> None:
-        super().__init__(asks, model, tokens, show)
-        self.echo = echo
-
-    def delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        return {"text": piece.content if choice.started else self.ask_of(choice).echo_text + piece.content}
-
-    def answer(self, choice: Choice) -> dict[str, Any]:
-        return {"text": self.ask_of(choice).echo_text + joined(choice.pieces)[0]}
-
-    def entries_of(self, choice: Choice) -> list[TokenLogprobs]:
-        return self.prompt_entries_of(choice) + choice.logprobs if self.echo else choice.logprobs
-
-    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        ask = self.ask_of(choice)
-        prompt = ask.stream.prompt_token_ids
-        if choice.offsets is None:
-            visible = self.tokens.visible_bytes(ask.params is None or ask.params.skip_special_tokens)
-            before = b"".join(visible(token) for token in prompt[-4:])
-            choice.offsets = Offsets(visible, len(ask.echo_text), before)
-        num_echoed = len(self.prompt_entries_of(choice)) if self.echo else 0
-        places = prompt_places(self.tokens, prompt, ask.echo_text, as_written=ask.as_written) if num_echoed else []
-        places += choice.offsets.of([entry.token for entry in entries[num_echoed:]])
-        return completion_lists(self.tokens, entries, places)
-
-
-def joined(pieces: Sequence[Piece]) -> tuple[str, str, list[dict[str, Any]]]:
-    """(content, reasoning, tool calls) of all pieces of an answer."""
-    calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if piece.tool is not None:
-            piece.tool.add_to(calls)
-    content = "".join(piece.content for piece in pieces)
-    return content, "".join(piece.reasoning for piece in pieces), [calls[i] for i in sorted(calls)]
 
 
 def sse(body: dict[str, Any]) -> bytes:

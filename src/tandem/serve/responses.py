@@ -62,6 +62,7 @@ async def responses(request: Request) -> ASGIApp:
     try:
         asked = as_chat(body, places)
         job = await chat_job(service, asked, journey, lambda *a: ResponsesReply(*a, body=body))
+        job.is_held = True  # the last event of a stream is the whole answer
         if job.constraint_param == "response_format":
             job.constraint_param = "text"
         return await answer(request, service, job)

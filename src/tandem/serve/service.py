@@ -30,7 +30,11 @@ END_KINDS = ("done", "gone", "refused", "failed")
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """When to refuse rather than to queue. requests and tokens: in the server at once; None: no limit."""
+    """When to refuse rather than to queue. None: no limit.
+
+    requests   in the server at once; one with several answers counts as so many.
+    tokens     of their prompts, counted for each answer.
+    """
 
     requests: int | None = 1024
     tokens: int | None = None
@@ -53,6 +57,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_requests: int = 0
+    num_answers: int = 0
     num_tokens: int = 0
     ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(END_KINDS, 0)))
     streams: set[AsyncStream] = field(default_factory=set)
@@ -102,11 +107,16 @@ class Service:
             )
 
     @contextlib.contextmanager
-    def admitted(self, num_tokens: int) -> Iterator[None]:
-        """Count one request of so many prompt tokens in for as long as it is answered. Raises 429 over a limit."""
-        if self.queue.requests is not None and self.num_requests >= self.queue.requests:
+    def admitted(self, num_answers: int, num_tokens: int) -> Iterator[None]:
+        """Count one request in for as long as it is answered. Raises 429 over a limit; one that is alone has room.
+
+        num_tokens   prompt tokens, of each answer.
+        """
+        most = self.queue.requests
+        if most is not None and self.num_answers and self.num_answers + num_answers > most:
             raise HttpError(
-                f"{self.num_requests} requests are in the server; the limit is {self.queue.requests}.",
+                f"{self.num_answers} answers are being made in the server, and with {num_answers} more the limit of "
+                f"{most} would be passed.",
                 code="queue_full", hint="try again later.", Retry_After="1",
             )  # fmt: skip
         if self.queue.tokens is not None and self.num_requests and self.num_tokens + num_tokens > self.queue.tokens:
@@ -116,11 +126,13 @@ class Service:
                 code="queue_full", hint="try again later.", Retry_After="1",
             )  # fmt: skip
         self.num_requests += 1
+        self.num_answers += num_answers
         self.num_tokens += num_tokens
         try:
             yield
         finally:
             self.num_requests -= 1
+            self.num_answers -= num_answers
             self.num_tokens -= num_tokens
 
     def updates(self, asks: Sequence[Ask], deadline_s: float | None = None, naming: str | None = None) -> Updates:
@@ -157,6 +169,7 @@ class Service:
     def statistics(self) -> dict[str, Any]:
         return {
             "requests": self.num_requests,
+            "answers": self.num_answers,
             "prompt_tokens": self.num_tokens,
             "draining": self.draining,
             "ended": dict(self.ended),

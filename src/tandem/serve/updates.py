@@ -113,6 +113,9 @@ class Updates:
                 self._timers.pop().cancel()
             if update.finish == "abort" and (reason := self._ended_by()) is not None:
                 raise reason
+            if ask.silent:
+                update.text, update.token_ids, update.logprobs = "", [], None
+                update.finish = "length" if update.finish in ("stop", "length") else update.finish
             for watcher in self._watchers:
                 watcher.saw(ask, update)
             return ask, update

@@ -1,0 +1,97 @@
+"""Large JSON answers in parts: written in slices and sent in pieces, so that the event loop keeps its turn.
+
+It knows JSON and the loop; it does not know what an answer says. A part may stand in several places: it is kept once.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+Item = TypeVar("Item")
+Parts = list[bytes]
+# Numbers and strings written between two turns of the loop: some 10 ms of work.
+SLICE = 8192
+PIECE_BYTES = 1 << 18
+
+
+class Turns:
+    """Gives the loop its turn whenever a slice of work has been done."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    async def done(self, num_values: int) -> None:
+        """So many values have been written."""
+        self._num_values += num_values
+        if self._num_values > SLICE - num_values:  # as many once more would be too many
+            self._num_values = 0
+            await asyncio.sleep(0)
+
+
+async def written_lists(
+    write: Callable[[Sequence[Item]], Sequence[list[Any]]], items: Sequence[Item], width: int, turns: Turns
+) -> list[Parts]:
+    """The inside of several JSON arrays that grow together, without their brackets.
+
+    write   makes the next values of each array from the next items; it is called in order, at least once.
+    width   values that one item makes.
+    """
+    step = max(1, SLICE // width)
+    arrays: list[Parts] = []
+    for start in range(0, max(1, len(items)), step):
+        some = items[start : start + step]
+        for place, values in enumerate(write(some)):
+            if start == 0:
+                arrays.append([])
+            arrays[place] = joined_lists(arrays[place], [orjson.dumps(values)[1:-1]])
+        await turns.done(len(some) * width)
+    return arrays
+
+
+def joined_lists(first: Parts, second: Parts) -> Parts:
+    """The inside of an array that holds one's values, then the other's."""
+    first, second = ([part for part in parts if part] for parts in (first, second))
+    return [*first, b",", *second] if first and second else first + second
+
+
+def with_more(value: dict[str, Any], more: dict[str, Parts]) -> Parts:
+    """An object with further fields, which are written already."""
+    parts = [orjson.dumps(value)[:-1]]
+    for place, (name, written) in enumerate(more.items()):
+        parts += [b"," if value or place else b"", b'"%b":' % name.encode(), *written]
+    return [*parts, b"}"]
+
+
+def response_of_parts(parts: Parts, headers: dict[str, str]) -> ASGIApp:
+    """The answer: in one piece if it is small."""
+    num_bytes = sum(map(len, parts))
+    if num_bytes <= PIECE_BYTES:
+        return Response(b"".join(parts), media_type="application/json", headers=headers)
+    return LargeResponse(parts, num_bytes, headers)
+
+
+class LargeResponse:
+    """An ASGI application that sends parts in pieces. A client that reads slowly is waited for between two."""
+
+    def __init__(self, parts: Parts, num_bytes: int, headers: dict[str, str]) -> None:
+        self._parts = parts
+        self._head = Response(media_type="application/json", headers={**headers, "content-length": str(num_bytes)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._head.raw_headers})
+        held: Parts = []
+        num_bytes = 0
+        for part in self._parts:
+            for start in range(0, len(part), PIECE_BYTES):
+                piece = part[start : start + PIECE_BYTES]
+                held.append(piece)
+                num_bytes += len(piece)
+                if num_bytes >= PIECE_BYTES:
+                    await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
+                    held, num_bytes = [], 0
+                    await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})

@@ -1,0 +1,187 @@
+"""Large answers: how large one may be, written in slices, what their parts are, and what of them is counted."""
+
+import asyncio
+import json
+
+import orjson
+import pytest
+from serve_drive import Served, serving
+
+from tandem.engine.contract import Update
+from tandem.engine.text import Text
+from tandem.serve import shapes, written
+from tandem.serve.items import ResponsesReply
+from tandem.serve.options import ServeOptions
+from tandem.serve.reply import Ask, Show
+from tandem.serve.schema import ResponsesRequest
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HI = [{"role": "user", "content": "hi"}]
+SHOWN = {"echo": True, "logprobs": 3, "prompt_logprobs": 2, "return_token_ids": True, "max_tokens": 5, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "number"),
+    [
+        (COMPLETIONS, {"prompt": ["a"] * 256, "n": 3}, "n", "768"),
+        (COMPLETIONS, {"prompt": ["a" * 300] * 20, "n": 10, "max_tokens": 1, "echo": True, "logprobs": 20}, "logprobs",
+         str(200 * 301 * 21)),
+        (COMPLETIONS, {"prompt": ["a" * 300] * 20, "n": 10, "max_tokens": 1, "prompt_logprobs": 20}, "prompt_logprobs",
+         str(200 * 300 * 21)),
+        (COMPLETIONS, {"prompt": ["a" * 300] * 9, "n": 10, "max_tokens": 1, "echo": True, "logprobs": 20,
+                       "prompt_logprobs": 0}, "logprobs", str(90 * (600 + 1) * 21)),
+    ],
+)  # fmt: skip
+def test_answers_that_would_be_too_large_are_refused(
+    null: Served, path: str, body: dict, param: str, number: str
+) -> None:
+    assert number in null.refused(path, body, param=param)["message"]
+
+
+def test_the_limits_on_answers_are_the_operators() -> None:
+    options = ServeOptions(max_answers=3, max_answer_logprobs=100)
+    with serving(options, max_model_len=256) as served:
+        served.complete(["a", "a", "a"], max_tokens=1)
+        served.refused(COMPLETIONS, {"prompt": ["a"] * 4}, param="prompt")
+        served.refused(CHAT, {"messages": HI, "n": 4}, param="n")
+        asked = {"max_tokens": 10, "logprobs": True}
+        served.chat(**asked, top_logprobs=9)
+        error = served.refused(CHAT, {"messages": HI, **asked, "top_logprobs": 10}, param="logprobs")
+        assert "110" in error["message"] and "100" in error["message"]
+        served.refused(CHAT, {"messages": HI, "logprobs": True}, param="logprobs")  # up to the whole context
+        assert served.events(CHAT, {"messages": HI, **asked, "top_logprobs": 10})[-1] == "[DONE]"
+        body = {"input": "a", "max_output_tokens": 10, "top_logprobs": 10}
+        for stream in (False, True):  # its last event is the whole answer
+            served.refused(RESPONSES, {**body, "stream": stream}, param="top_logprobs")
+
+
+def test_slices_and_pieces_change_no_answer(null: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [
+        (COMPLETIONS, {"prompt": ["Hello ü", "Bye"], "n": 3, **SHOWN}),
+        (COMPLETIONS, {"prompt": "Hello", **SHOWN, "max_tokens": 0}),
+        (COMPLETIONS, {"prompt": "Hello", "logprobs": 2, "max_tokens": 5, "seed": 1}),
+        (CHAT, {"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 6, "seed": 1,
+                "prompt_logprobs": 1}),
+        (RESPONSES, {"input": "a", "top_logprobs": 2, "max_output_tokens": 6, "seed": 1}),
+    ]  # fmt: skip
+
+    def answers() -> list[dict]:
+        found = [null.post(path, body) for path, body in asked]
+        assert all(answer.status_code == 200 for answer in found), [answer.text[:300] for answer in found]
+        assert all(int(answer.headers["content-length"]) == len(answer.content) for answer in found)
+        return [plain(answer.json()) for answer in found]
+
+    def plain(answer: dict) -> dict:
+        for item in answer.get("output", ()):
+            item.pop("id")
+        usage = {name: value for name, value in answer["usage"].items() if "details" not in name}
+        return {**answer, "usage": usage, "id": "", "created": 0, "created_at": 0}
+
+    whole = answers()
+    assert len(whole[0]["choices"]) == 6 and len(whole[0]["choices"][0]["logprobs"]["tokens"]) > 10
+    assert whole[1]["choices"][0]["logprobs"]["top_logprobs"][0] is None
+    monkeypatch.setattr(written, "SLICE", 4)
+    monkeypatch.setattr(written, "PIECE_BYTES", 7)
+    assert answers() == whole
+
+
+def test_what_answers_to_a_prompt_share_is_written_once(null: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    num = 0
+    plain = shapes.completion_lists
+
+    def counting(tokens, entries, offsets):
+        nonlocal num
+        num += len(entries)
+        return plain(tokens, entries, offsets)
+
+    monkeypatch.setattr(shapes, "completion_lists", counting)
+    null.complete(["a" * 100, "b" * 100], n=16, echo=True, logprobs=1, max_tokens=1)
+    assert num == 2 * 100 + 32
+
+
+def test_others_have_their_turn_while_lists_are_written() -> None:
+    async def main() -> tuple[list, int]:
+        over, num = False, 0
+
+        async def other() -> None:
+            nonlocal num
+            while not over:
+                await asyncio.sleep(0)
+                num += 1
+
+        task = asyncio.ensure_future(other())
+        await asyncio.sleep(0)
+        lists = await written.written_lists(
+            lambda some: ([[i] * 20 for i in some],), range(10_000), 20, written.Turns()
+        )  # fmt: skip
+        over = True
+        await task
+        return json.loads(b"[" + b"".join(lists[0]) + b"]"), num
+
+    values, num = asyncio.run(main())
+    assert values == [[i] * 20 for i in range(10_000)] and num >= 200_000 // written.SLICE
+
+
+def test_a_whole_answer_that_cannot_be_written_counts_as_failed(null: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(null.service.ended)
+    monkeypatch.setattr(shapes.ChatReply, "answer", lambda self, choice: {"message": object()})
+    null.refused(CHAT, {"messages": HI, "max_tokens": 1}, status=500)
+    assert null.service.ended["failed"] == before["failed"] + 1 and null.service.ended["done"] == before["done"]
+
+
+def test_admission_counts_answers_and_their_tokens() -> None:
+    options = ServeOptions(max_requests=20, max_queued_tokens=1000)
+    with serving(options, max_model_len=1024, step_s=0.002) as served:
+        long = {"prompt": [[5, 6]] * 9, "n": 2, "max_tokens": 900, "ignore_eos": True}
+        with served.http.stream("POST", COMPLETIONS, json={**long, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert "choices" in next(lines)
+            now = served.statistics()
+            assert (now["requests"], now["answers"], now["prompt_tokens"]) == (1, 18, 36)
+            error = served.refused(COMPLETIONS, {"prompt": "a", "n": 3}, status=429)
+            assert error["code"] == "queue_full" and "18" in error["message"] and "20" in error["message"]
+            assert "1000" in served.refused(COMPLETIONS, {"prompt": [5] * 500, "n": 2}, status=429)["message"]
+            served.complete("a", n=2, max_tokens=1)
+        now = served.at_rest()
+        assert (now["requests"], now["answers"], now["prompt_tokens"]) == (0, 0, 0)
+        assert len(served.complete(["a"] * 21, max_tokens=1)["choices"]) == 21  # alone, it has room
+
+
+def test_an_answer_that_is_not_shown_is_not_counted(null: Served) -> None:
+    meter = null.service.meter
+    before = meter.num_generated_tokens, meter.num_prompt_tokens
+    usage = null.complete("abc", max_tokens=0, echo=True)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
+    assert (meter.num_generated_tokens, meter.num_prompt_tokens) == (before[0], before[1] + 3)
+    meter.check()
+
+
+def test_a_response_that_nobody_reads_on_closes_its_updates(null: Served) -> None:
+    class Stream:
+        prompt_token_ids = (1,)
+
+    class Endless:
+        closed = False
+
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            return ask, Update(0, "a", [5])
+
+        async def aclose(self) -> None:
+            self.closed = True
+
+    ask = Ask(Stream(), 1)
+    tokens: Text = null.service.engine.text
+
+    async def main() -> bool:
+        updates = Endless()
+        reply = ResponsesReply([ask], "m", tokens, Show(), body=ResponsesRequest(input="a"))
+        chunks = reply.chunks(updates)
+        first = await anext(chunks)
+        assert orjson.loads(first.splitlines()[1].removeprefix(b"data: "))["type"] == "response.created"
+        await chunks.aclose()
+        return updates.closed
+
+    assert asyncio.run(main())
