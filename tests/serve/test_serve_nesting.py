@@ -70,8 +70,10 @@ def test_what_is_not_that_deep_is_answered_and_given_back(null: Served) -> None:
 
 def test_a_deep_line_of_a_batch_is_an_error_line(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    line = '{"custom_id": "%s", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2, "x": %s}}\n'
-    source.write_text(line % ("deep", nested(300)) + line % ("deeper", nested(2000)) + line % ("most", nested(99)))
+    function = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": DEEP}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "max_tokens": 2, "tools": [{function}]}}'
+    line = f'{{"custom_id": "NAME", "url": "/v1/chat/completions", "body": {body}}}\n'
+    source.write_text("".join(line.replace("DEEP", nested(n)).replace("NAME", str(n)) for n in (300, 2000, 95)))
     assert main(["batch", str(source), "-o", str(target), "--device", "null"]) == 0
     found = [json.loads(answer) for answer in target.read_text().splitlines()]
     told = {answer["id"]: answer["error"]["message"] if answer["error"] else answer["response"] for answer in found}

@@ -1,6 +1,5 @@
 """The routes, and what stands before and behind them. It knows which function answers what; not how."""
 
-import logging
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -14,12 +13,10 @@ from starlette.routing import BaseRoute, Mount, Route
 from tandem.errors import TandemError
 from tandem.serve import describe, export, generate, live, operate, responses
 from tandem.serve.bodies import BodyClaims
-from tandem.serve.failure import HttpError, response_of
+from tandem.serve.failure import HttpError, report, response_of
 from tandem.serve.guard import HostGuard, KeyGuard
 from tandem.serve.measure import Doorkeeper
 from tandem.serve.service import Service
-
-log = logging.getLogger("tandem.serve")
 
 ROUTES: tuple[BaseRoute, ...] = (
     Route("/v1/chat/completions", generate.chat, methods=["POST"]),
@@ -80,6 +77,7 @@ def create_app(
 
 async def _refused(request: Request, error: Exception) -> Response:
     _count(request, error)
+    report(error, request.method, request.url.path)
     return response_of(error)
 
 
@@ -105,5 +103,5 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     _count(request, error)
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    report(error, request.method, request.url.path)
     return response_of(error)

@@ -195,7 +195,11 @@ def sender_of(app: ASGIApp) -> Send:
             elif message["type"] == "http.response.body":
                 parts.append(message.get("body", b""))
 
-        await app(scope, receive, send)
+        try:
+            await app(scope, receive, send)
+        except Exception:
+            if not parts:  # a failure that was answered is raised all the same, for the log of an HTTP server
+                raise
         return status, b"".join(parts)
 
     return send_in

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from tandem.serve.failure import body_of, response_of
+from tandem.serve.failure import body_of, report, response_of
 
 Answer = TypeVar("Answer")
 HEADERS = [
@@ -110,6 +110,7 @@ class EventStream:
 
     async def _tell(self, failure: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         """An error body if nothing is out yet, else one error event; never a bare end."""
+        report(failure, scope["method"], scope["path"])
         if not self.started:
             answer = response_of(failure)
             answer.raw_headers += [pair for pair in self.headers if pair[0] == b"x-request-id"]

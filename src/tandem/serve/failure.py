@@ -1,9 +1,13 @@
-"""Failures as HTTP answers: status, and the error body of the OpenAI API. It does not know what went wrong inside.
+"""Failures as HTTP answers (status, and the error body of the OpenAI API) and as lines of the log.
+
+It does not know what went wrong inside.
 
 Body: {"error": {"message", "type", "param", "code"}}. A client's own mistakes are 4xx; nothing here shows a trace.
 """
 
+import logging
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,7 +18,10 @@ from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, Re
 from tandem.serve.nesting import MAX_DEPTH, depth_of
 from tandem.serve.schema import MISPLACED
 
+log = logging.getLogger("tandem.serve")
+
 Body = TypeVar("Body")
+MAX_FRAMES, MAX_CHAIN = 40, 5
 # Fields whose name stands in the errors about them.
 NUMBERS = ("max_tokens", "logprobs")
 
@@ -86,6 +93,33 @@ def response_of(error: Exception) -> Response:
     return Response(
         msgspec.json.encode(body_of(error)), status_of(error), headers=headers, media_type="application/json"
     )
+
+
+def report(error: Exception, method: str, path: str) -> None:
+    """Log a failure that is answered with 500, once, with where it came from; clients' mistakes are not logged."""
+    if status_of(error) != 500 or is_reported(error):
+        return
+    error.__dict__["tandem_reported"] = True
+    if isinstance(error, RequestError):  # it comes from the engine, which tells more of it
+        log.error("%s %s failed: %s", method, path, error.code)
+    else:
+        log.error("%s %s failed\n%s", method, path, trace_of(error))
+
+
+def is_reported(error: BaseException | None) -> bool:
+    return error is not None and "tandem_reported" in error.__dict__
+
+
+def trace_of(error: BaseException) -> str:
+    """The traceback without messages: those may quote a prompt or a key, places in the code cannot."""
+    parts: list[str] = []
+    now: BaseException | None = error
+    while now is not None and len(parts) < MAX_CHAIN:
+        reason = f": {now.strerror}" if isinstance(now, OSError) and now.strerror else ""
+        places = "".join(traceback.format_tb(now.__traceback__, -MAX_FRAMES))
+        parts.append(f"Traceback (most recent call last):\n{places}{type(now).__qualname__}{reason}")
+        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
+    return "\n\nwhich led to\n\n".join(reversed(parts))
 
 
 def too_deep() -> RequestError:

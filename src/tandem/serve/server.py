@@ -26,7 +26,7 @@ from tandem.errors import EngineDeadError, SettingError
 from tandem.serve.app import create_app
 from tandem.serve.border import Border
 from tandem.serve.door import HttpServer, connection_limit
-from tandem.serve.failure import HttpError
+from tandem.serve.failure import HttpError, is_reported
 from tandem.serve.guard import is_local_name
 from tandem.serve.options import ServeOptions
 from tandem.serve.service import Service
@@ -184,11 +184,17 @@ def http_server(service: Service, app: Any, options: ServeOptions, listener: soc
         ws="none", ssl_certfile=options.tls_certificate, ssl_keyfile=options.tls_key,
         timeout_graceful_shutdown=1,
     )  # fmt: skip
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     limit = connection_limit(options.max_connections)
     if limit < (options.max_connections or 0):
         log.warning("the limit on descriptors allows %d connections, not %d", limit, options.max_connections)
     service.border = Border(header_s=options.header_timeout, max_connections=limit)
     return HttpServer(config, service.border, listener)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether uvicorn's line tells what ours have not."""
+    return not (record.exc_info and is_reported(record.exc_info[1]))
 
 
 async def _until_dead(service: Service) -> None:
