@@ -275,7 +275,7 @@ def test_a_schema_that_is_described_is_told_of() -> None:
         json.loads(answer["output"][0]["content"][0]["text"])
 
 
-def test_fields_of_another_endpoint_are_refused_and_unknown_ones_ignored(null: Served) -> None:
+def test_fields_that_are_unknown_or_of_another_endpoint_are_refused(null: Served) -> None:
     for path, fields in (
         (CHAT, {"prompt": "x", "max_output_tokens": 5, "input": "x", "suffix": "x", "instructions": "x"}),
         (COMPLETIONS, {"max_completion_tokens": 5, "messages": HI, "tools": [], "top_logprobs": 2}),
@@ -284,7 +284,35 @@ def test_fields_of_another_endpoint_are_refused_and_unknown_ones_ignored(null: S
         for name, value in fields.items():
             assert null.refused(path, {**BASE[path], name: value}, param=name)["code"] == "unsupported_value"
             assert null.post(path, {**BASE[path], name: None}).status_code == 200
-        assert null.post(path, {**BASE[path], "unheard_of": {"a": 1}}).status_code == 200
+        for name in ("unheard_of", "bad_words", "allowed_token_ids", "truncate_prompt_tokens", "use_beam_search",
+                     "logits_processors", "extra_body", ""):  # fmt: skip
+            error = null.refused(path, {**BASE[path], name: [1]}, param=name)
+            assert error["code"] == "unsupported_value" and "openapi" in error["message"]
+            assert null.post(path, {**BASE[path], name: None}).status_code == 200
+    null.refused("/tokenize", {"prompt": "a", "unheard_of": 1}, param="unheard_of")
+    null.refused("/detokenize", {"tokens": [5], "unheard_of": 1}, param="unheard_of")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_structured_outputs_is_honoured_as_the_guided_fields_are(null: Served, path: str) -> None:
+    def text(**wanted: Any) -> str:
+        answer = null.post(path, {**BASE[path], "max_tokens": 40, "structured_outputs": wanted})
+        assert answer.status_code == 200, answer.text
+        [choice] = answer.json()["choices"]
+        return choice["message"]["content"] if path == CHAT else choice["text"]
+
+    assert text(choice=["yes"], disable_any_whitespace=False) == "yes" and text(regex="[a]{3}") == "aaa"
+    assert text(json={"const": 17}) == text(json='{"const": 17}') == "17"
+    assert text(grammar='start: "ab"') == "ab" and text(json_object=True).startswith("{")
+    for wrong in (
+        {}, {"json_object": False}, {"choice": ["a"], "regex": "a"}, {"choice": []}, {"json": {"type": "objekt"}},
+        {"json": "{"}, {"regex": "(["}, {"regex": 5}, {"regex": "a", "disable_any_whitespace": True},
+        {"regex": "a", "whitespace_pattern": " "}, {"structural_tag": {}}, {"regex": "a", "unheard_of": 1},
+    ):  # fmt: skip
+        null.refused(path, {**BASE[path], "structured_outputs": wrong}, param="structured_outputs")
+    both = {**BASE[path], "structured_outputs": {"regex": "a"}, "guided_regex": "a"}
+    null.refused(path, both, param="structured_outputs")
+    null.refused(RESPONSES, {**BASE[RESPONSES], "structured_outputs": {"regex": "a"}}, param="structured_outputs")
 
 
 def test_special_tokens_are_added_unless_unwanted() -> None:

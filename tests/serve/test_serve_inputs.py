@@ -137,13 +137,13 @@ def test_c22_chat_fields(null: Served, body: dict, param: str) -> None:
     null.refused(CHAT, body, param=param)
 
 
-def test_c22_parts_are_joined_and_the_unknown_is_ignored(null: Served) -> None:
+def test_c22_parts_are_joined_and_the_unknown_is_refused(null: Served) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     options = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
     split, plain = null.chat([{"role": "user", "content": parts}], **options), null.chat("hi", **options)
     assert split["prompt_token_ids"] == plain["prompt_token_ids"]
     null.chat([{"role": "user", "content": "x"}, {"role": "assistant", "content": None}, *HI], max_tokens=1)
-    null.chat(unheard_of={"x": [1]}, max_tokens=1)
+    null.refused(CHAT, {"messages": HI, "unheard_of": {"x": [1]}}, param="unheard_of")
     assert null.refused(COMPLETIONS, {"prompt": "a", "suffix": "b"}, param="suffix")["code"] == "unsupported_value"
     null.refused(COMPLETIONS, {"prompt": "a", "best_of": 3}, param="best_of")
 

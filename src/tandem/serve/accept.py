@@ -13,12 +13,20 @@ from tandem.serve.refusals import (
     COMPLETIONS,
     MAX_TOKEN_IDS,
     STREAM_OPTIONS,
+    STRUCTURED_OUTPUTS,
     check_count,
     check_labels,
     check_metadata,
     refuse,
 )
-from tandem.serve.schema import ChatRequest, CompletionRequest, Generation, JsonSchemaFormat, ResponseFormat
+from tandem.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+)
 
 MAX_CONSTRAINT_BYTES = 64 * 1024
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -130,7 +138,7 @@ def _token_id(key: str) -> int:
 
 
 def constraint_of(body: Generation, response_format: ResponseFormat | None) -> Constraint | None:
-    """The one grammar that response_format or a guided_* extension asks for."""
+    """The one grammar that response_format or an extension (guided_*, structured_outputs) asks for."""
     asked: list[tuple[str, Constraint]] = []
     if response_format is not None and (wanted := _from_format(response_format)) is not None:
         asked.append(("response_format", wanted))
@@ -143,6 +151,8 @@ def constraint_of(body: Generation, response_format: ResponseFormat | None) -> C
         asked.append(("guided_choice", _choice("guided_choice", body.guided_choice)))
     if body.guided_grammar is not None:
         asked.append(("guided_grammar", Constraint("grammar", body.guided_grammar)))
+    if body.structured_outputs is not None:
+        asked.append(("structured_outputs", _from_structured_outputs(body.structured_outputs)))
     if len(asked) > 1:
         raise RequestError(f"{asked[0][0]} and {asked[1][0]} exclude each other.", param=asked[1][0])
     for param, constraint in asked:
@@ -151,6 +161,21 @@ def constraint_of(body: Generation, response_format: ResponseFormat | None) -> C
                 f"{param} has {len(constraint.text)} characters; the limit is {MAX_CONSTRAINT_BYTES}.", param=param
             )
     return asked[0][1] if asked else None
+
+
+def _from_structured_outputs(wanted: StructuredOutputs) -> Constraint:
+    param = "structured_outputs"
+    refuse(wanted, STRUCTURED_OUTPUTS, param=param, path=f"{param}.")
+    kinds = ("json", "regex", "choice", "grammar", "json_object")
+    given = [kind for kind in kinds if getattr(wanted, kind) not in (None, False)]
+    if len(given) != 1:
+        raise RequestError(f"{param} must have one of {', '.join(kinds)}; it has {len(given)}.", param=param)
+    kind, value = given[0], getattr(wanted, given[0])
+    if kind == "json_object":
+        return Constraint("json_object", "")
+    if kind == "json":
+        return Constraint("json_schema", value if isinstance(value, str) else schema_text(param, value))
+    return _choice(param, value) if isinstance(value, list) else Constraint(kind, value)
 
 
 def _from_format(wanted: ResponseFormat) -> Constraint | None:
@@ -190,7 +215,7 @@ def _from_schema(wanted: JsonSchemaFormat | None) -> Constraint:
     return Constraint("json_schema", schema_text("response_format", wanted.schema))
 
 
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
 def constraint_field(body: Generation) -> str:

@@ -78,6 +78,8 @@ def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     kinds = [kind for kind, _, _ in POSTS.values()]
     _, components = msgspec.json.schema_components([*kinds, ErrorBody], ref_template="#/components/schemas/{name}")
+    for kind in kinds:
+        components[kind.__name__]["additionalProperties"] = False
     paths: dict[str, Any] = {}
     for path, (kind, text, streams) in POSTS.items():
         body = {"required": True, "content": {"application/json": {"schema": _reference(kind.__name__)}}}

@@ -127,12 +127,11 @@ def too_deep() -> RequestError:
 
 
 def decode(raw: bytes, kind: type[Body]) -> Body:
-    """Decode one body of at most MAX_DEPTH levels; null at the top level of an object counts as not given. Unknown
-    fields are ignored, but those of another endpoint are refused: whoever sends them counts on them."""
+    """Decode one body of at most MAX_DEPTH levels; null at the top level of an object counts as not given. Fields
+    that are unknown, or another endpoint's, are refused: whoever sends them counts on them."""
     try:
         body = msgspec.json.decode(raw, type=kind)
-        misplaced = MISPLACED.get(kind, frozenset())
-        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]) if misplaced else {}
+        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
         path = re.search(r"`\$\.?([^`]*)`$", str(error))
         param = re.split(r"[.\[]", path.group(1))[0] if path and path.group(1) else None
@@ -148,10 +147,13 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         raise RequestError(f"the body is no valid JSON: {error}.", code="invalid_json") from None
     if depth_of(raw) > MAX_DEPTH:
         raise too_deep()
-    for name in misplaced.intersection(given):
-        if bytes(given[name]) != b"null":
+    known = frozenset(kind.__struct_fields__)  # type: ignore[attr-defined]
+    for name, value in given.items():
+        if name not in known and bytes(value) != b"null":
+            is_misplaced = name in MISPLACED.get(kind, ())
+            hint = "it belongs to another one of /v1/chat/completions, /v1/completions and /v1/responses."
             raise RequestError(
-                f"{name} is no field of this endpoint.", param=name, code="unsupported_value",
-                hint="it belongs to another one of /v1/chat/completions, /v1/completions and /v1/responses.",
+                f"{name!r:.80} is no field of this endpoint.", param=name[:80], code="unsupported_value",
+                hint=hint if is_misplaced else "leave it out; /openapi.json lists the fields.",
             )  # fmt: skip
     return body

@@ -73,6 +73,13 @@ RESPONSES = {
 STREAM_OPTIONS = {
     "include_obfuscation": Refusal("events are not padded.", (False,)),
 }
+STRUCTURED_OUTPUTS = {
+    "structural_tag": Refusal("tags are not supported; use a grammar."),
+    "disable_fallback": Refusal("there is one way to enforce a grammar.", (True, False)),
+    "disable_any_whitespace": Refusal("whitespace between tokens of JSON is allowed.", (False,)),
+    "disable_additional_properties": Refusal("write additionalProperties into the schema.", (False,)),
+    "whitespace_pattern": Refusal("whitespace between tokens of JSON is allowed."),
+}
 REASONING = {
     "summary": Refusal("reasoning is given whole, never as a summary."),
     "generate_summary": Refusal("reasoning is given whole, never as a summary."),

@@ -1,8 +1,8 @@
 """The bodies that clients send, as typed structures. It knows their shapes; it does not know what is honoured.
 
-Decoding is strict: a wrong type is refused with the path to it, an unknown field is ignored (as OpenAI-compatible
-servers do, so that newer clients work), and null means "not given". Field names and meanings: OpenAI API reference;
-those marked "extension" are tandem's, with the names the field uses.
+Decoding is strict: a wrong type is refused with the path to it, an unknown field of a body is refused by name (as the
+OpenAI API does: whoever sends it counts on it), and null means "not given". Field names and meanings: OpenAI API
+reference; those marked "extension" are tandem's, with the names the field uses.
 """
 
 from typing import Any, Literal
@@ -42,6 +42,22 @@ class ResponseFormat(Struct):
     grammar: str | None = None
     # refused: some servers read a schema here
     schema: Any = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's way to ask for a grammar: one of the first five."""
+
+    json: Json | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    # refused but for values that ask for nothing
+    structural_tag: Any = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class FunctionTool(Struct):
@@ -103,6 +119,7 @@ class Generation(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ChatRequest(Generation, kw_only=True):
