@@ -85,6 +85,38 @@ def test_same_text_as_transformers_for_the_embedded_model():
             assert ours == theirs and "<|im_start|>user\n" in ours
 
 
+def called(content: str | None, *cities: str) -> dict:
+    calls = [{"id": f"call0000{i}", "type": "function", "function": {"name": "f", "arguments": f'{{"city": "{city}"}}'}}
+             for i, city in enumerate(cities)]  # fmt: skip
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def test_calls_that_a_template_leaves_out_are_written_into_the_content():
+    talk = [TALK[1], called("Let me see.", "Rome", "ü"), {"role": "tool", "content": "sunny", "tool_call_id": "x"}]
+    text = ChatTemplate(CHATML).render([*talk, called(None, "Oslo")], add_generation_prompt=False)
+    rome, umlaut, oslo = (
+        f'<tool_call>{{"name": "f", "arguments": {{"city": "{city}"}}}}</tool_call>' for city in ("Rome", "ü", "Oslo")
+    )
+    assert f"assistant\nLet me see.\n{rome}\n{umlaut}<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>" in text
+    assert text.endswith(f"assistant\n{oslo}<|im_end|>\n")
+    assert talk[1]["content"] == "Let me see." and len(talk[1]["tool_calls"]) == 2, "the caller's are unchanged"
+
+
+def test_calls_that_a_template_writes_are_left_to_it():
+    own = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls %}({{ c.function.name }}{{ c.function."
+    own += "arguments | tojson }}){% endfor %}{% endfor %}"
+    assert ChatTemplate(own).render([called("", "Rome")]) == '[](f{"city": "Rome"})'
+    picky = "{% if messages | length != 1 %}{{ raise_exception('one only') }}{% endif %}" + own
+    assert ChatTemplate(picky).render([called("", "Rome")]) == '[](f{"city": "Rome"})'
+
+
+def test_calls_that_a_template_with_tools_leaves_out_are_refused():
+    """It has a way of its own to write calls, which nobody knows here."""
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls") as caught:
+        ChatTemplate("{{ tools }}" + CHATML).render([TALK[1], called("", "Rome")])
+    assert caught.value.param == "messages"
+
+
 def test_c24_no_template():
     """C24 (i): a refusal that says so, and works with a template given at start."""
     with pytest.raises(RequestError, match="no chat template"):

@@ -8,7 +8,7 @@ from serve_drive import Served, serving
 from test_serve_text import tool_answers
 
 from tandem.serve.call_grammar import CallGrammar
-from tandem.serve.calls import HERMES, LLAMA, MISTRAL
+from tandem.serve.calls import HERMES, LLAMA, MISTRAL, Calls
 from tandem.serve.schema import FunctionTool
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -133,6 +133,25 @@ def test_a_schema_cannot_ask_for_laxness_within_a_grammar_of_calls(family: str) 
         ):  # fmt: skip
             error = served.refused(CHAT, {"messages": HI, "max_tokens": 5, **fields}, param=param)
             assert "x-guidance" in error["message"] and "start:" not in error["message"]
+
+
+def test_earlier_calls_are_shown_as_the_model_is_told_to_call() -> None:
+    """Of a template that knows no tools: what the prompt says of an earlier call is a call, by the same rules."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    talk = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "sunny"}]  # fmt: skip
+    items = [*HI, {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'},
+             {"type": "function_call_output", "call_id": "c1", "output": "sunny"}]  # fmt: skip
+    with serving(source={"chat_template": template}, max_model_len=2048) as served:
+        tokens = served.chat(talk, tools=STRICT, tool_choice="auto", max_tokens=1, return_token_ids=True)
+        prompt = served.post("/detokenize", {"tokens": tokens["prompt_token_ids"]}).json()["prompt"]
+        system, shown = prompt.split("[user]hi[assistant]")
+        assert "write nothing but <tool_call>" in system and shown.endswith("[tool]sunny")
+        [piece] = Calls(HERMES, ("weather",)).feed(shown.removesuffix("[tool]sunny"), final=True)
+        assert piece.tool and piece.tool.name == "weather" and json.loads(piece.tool.arguments) == {"city": "Oslo"}
+        bare = served.post(RESPONSES, {"input": items, "max_output_tokens": 1}).json()["usage"]["input_tokens"]
+        assert bare == len("[user]hi[assistant]" + shown)
 
 
 def test_a_function_without_parameters_takes_none() -> None:

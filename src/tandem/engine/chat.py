@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -20,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tandem.engine.messages import checked_messages, final_text
+from tandem.engine.messages import checked_messages, final_text, with_written_calls
 from tandem.errors import ModelError, RequestError
 from tandem.values import checked_items, show
 
@@ -81,7 +82,7 @@ class ChatTemplate:
         self.check_options(
             tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **values
         )
-        plain = checked_messages(messages, has_developer="developer" in self.source)
+        plain = self._with_calls(checked_messages(messages, has_developer="developer" in self.source))
         marker = ""
         if continue_final_message:
             marker = f"tandem{secrets.token_hex(8)}"
@@ -94,6 +95,31 @@ class ChatTemplate:
         }
         rendered = self._run({**self._tokens, "documents": None, **values, **names})
         return _cut_at(rendered, marker) if marker else rendered
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Whether it writes an assistant's tool calls, tried out; by its words if it refuses the trial."""
+        name, value = (f"x{secrets.token_hex(8)}" for _ in range(2))
+        call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": {"x": value}}}
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        names = {"messages": talk, "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            rendered = self._run({**self._tokens, **names})
+        except RequestError:
+            return "tool_calls" in self._names
+        return name in rendered and value in rendered
+
+    def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same messages, calls written into their contents if the template leaves calls out."""
+        place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
+        if place is None or self.writes_calls:
+            return messages
+        if "tools" in self.source and "<tool_call>" not in self.source:
+            raise RequestError(
+                f"messages[{place}].tool_calls: this model's chat template tells of tools, but leaves earlier calls "
+                "out.", param="messages", hint="write the calls into the content, as this model writes them.",
+            )  # fmt: skip
+        return with_written_calls(messages)
 
     def check_options(
         self,

@@ -51,6 +51,24 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return content
 
 
+def with_written_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The assistant's earlier calls as text of its messages, for a template that does not write them.
+
+    In the Hermes way, <tool_call>{"name": …, "arguments": …}</tool_call>: models whose template knows no tools are told
+    to call them so.
+    """
+    written = []
+    for message in messages:
+        message = dict(message)
+        calls = [
+            {"name": call.get("function", {}).get("name"), "arguments": call.get("function", {}).get("arguments", {})}
+            for call in message.pop("tool_calls", None) or ()
+        ]
+        texts = [f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>" for call in calls]
+        written.append({**message, "content": "\n".join(text for text in (message["content"], *texts) if text)})
+    return written
+
+
 def _text_of(message: Mapping[str, Any], where: str) -> str:
     content = message.get("content")
     if isinstance(content, str):
