@@ -315,3 +315,17 @@ def test_a_priority_that_cannot_be_compared_is_refused_even_behind_the_requests_
     assert caught.value.param == "priority"
     drive.add(request("good", 5, 4))
     assert drive.run()["good"].finish == "length"
+
+
+def test_many_answers_of_one_client_do_not_stand_before_who_comes_later_and_are_passed_a_bounded_number_of_times() -> (
+    None
+):
+    drive = Drive(2, num_rows=1)
+    for turn in range(4):
+        drive.add(request(f"crowd{turn}", 5, 4, turn=turn))
+    drive.run(until=lambda: drive.steps >= 1)
+    for number in range(8):
+        drive.add(request(f"late{number}", 5, 4))
+    answers = drive.run()
+    line = sorted(answers, key=lambda name: answers[name].last_step)
+    assert line[:7] == ["crowd0", "late0", "crowd1", "late1", "crowd2", "late2", "crowd3"]

@@ -125,7 +125,7 @@ def test_others_have_their_turn_while_lists_are_written() -> None:
 def test_a_whole_answer_that_cannot_be_written_counts_as_failed(null: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(null.service.ended)
     monkeypatch.setattr(shapes.ChatReply, "answer", lambda self, choice: {"message": object()})
-    null.refused(CHAT, {"messages": HI, "max_tokens": 1}, status=500)
+    null.refused(CHAT, {"messages": HI, "max_tokens": 1}, status=500, headers={"connection": "close"})
     assert null.service.ended["failed"] == before["failed"] + 1 and null.service.ended["done"] == before["done"]
 
 
@@ -185,3 +185,14 @@ def test_a_response_that_nobody_reads_on_closes_its_updates(null: Served) -> Non
         return updates.closed
 
     assert asyncio.run(main())
+
+
+def test_a_request_with_many_answers_does_not_hold_every_row_before_others() -> None:
+    with serving(max_model_len=256, max_num_seqs=4, step_s=0.002) as served:
+        crowd = {"prompt": [[5, i] for i in range(128)], "n": 2, "max_tokens": 20, "ignore_eos": True, "stream": True}
+        with served.http.stream("POST", COMPLETIONS, json=crowd) as answer:
+            lines = answer.iter_lines()
+            assert "choices" in next(lines)
+            served.complete([7, 8, 9], max_tokens=5, ignore_eos=True)  # the shortest would come first anyway
+            assert sum(served.service.meter.num_finished.values()) < 64  # most of the crowd wait still
+        served.at_rest()

@@ -74,9 +74,10 @@ class AsyncEngine:
         return cls(host, relay.front)
 
     async def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
-    ) -> AsyncStream:
-        """Encode, check, expand n, hand over; see contract.Engine.
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = "",
+        turn: int = 0,
+    ) -> AsyncStream:  # fmt: skip
+        """Encode, check, expand n, hand over; see contract.Engine. turn: see Request.
 
         Raises RequestError for what cannot be honoured, EngineDeadError once the engine has stopped. Ids inside are
         the engine's own, so two clients can never name the same request.
@@ -84,7 +85,9 @@ class AsyncEngine:
         arrival_s = time.perf_counter()
         self._require_open()
         tokens = await self._front.encode_async(prompt) if isinstance(prompt, str) else None
-        job = self._front.prepare(prompt, params, tokens=tokens, priority=priority, salt=salt, arrival_s=arrival_s)
+        job = self._front.prepare(
+            prompt, params, tokens=tokens, priority=priority, salt=salt, arrival_s=arrival_s, turn=turn
+        )
         self._require_open()
         if not self._front.num_live:
             self._busy_s = time.perf_counter()

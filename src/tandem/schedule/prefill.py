@@ -1,7 +1,8 @@
 """The prefill chunks of a step: how the tokens that decodes leave over are shared. It holds the fairness rule.
 
 1. The *first in line* (most important, then oldest, of those that prefill or wait) is promised half of what the
-   decodes leave. So every prompt gets to the front and then finishes.
+   decodes leave. So every prompt gets to the front and then finishes. Of the many prompts of one client's request
+   each is as old as the later request whose turn it is (Request.turn).
 2. The rest goes to those with a shorter prompt left than the first in line has, the shortest first (under "priority":
    within the same importance). So a short prompt passes a long one within a few steps.
 3. What they leave goes to the first in line, and only then to the others. So equal prompts are not split, which would

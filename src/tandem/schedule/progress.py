@@ -12,6 +12,7 @@ from tandem.request import Request
 from tandem.schedule.lockstep import STILL, Beat
 
 log = logging.getLogger("tandem.schedule")
+NUMBER_BITS = 48
 
 
 class Status(IntEnum):
@@ -35,6 +36,7 @@ class Status(IntEnum):
 class Progress:
     """Counters of one request. Positions: computed (planned) ≤ known (len(tokens)) + owed.
 
+    key         importance, and place in line: by turn, then by arrival (number).
     limit       length of prompt and output at which it ends.
     offset      computed, less the step of the beat that it follows: in lockstep, or STILL (lockstep.py).
     due_step    the step at which a block or the end needs care, if it is in lockstep; else -1.
@@ -53,11 +55,14 @@ class Progress:
         "tried_blocks", "tried_reserve",
     )  # fmt: skip
 
-    def __init__(self, request: Request, mask: Mask | None, chain: Chain, key: int, number: int, limit: int) -> None:
+    def __init__(
+        self, request: Request, mask: Mask | None, chain: Chain, key: tuple[int, int], number: int, limit: int
+    ) -> None:
         params = request.params
         self.request = request
         self.id = request.id
-        self.key = (key, number)
+        importance, turn = key
+        self.key = (importance, turn << NUMBER_BITS | number)
         self.number = number
         self.mask = mask
         self.chain = chain

@@ -94,6 +94,7 @@ class Scheduler:
         self._flights: deque[Flight] = deque()
         self._last_crew: Crew | None = None
         self._num_added = 0
+        self._num_turns = 0
 
     def add(self, request: Request, mask: Mask | None = None) -> None:
         """Take a request in. Raises RequestError if it can never run or the queue is full; nothing is kept then."""
@@ -108,8 +109,11 @@ class Scheduler:
             )
         key = checked_priority(request.priority) if self._by_priority else 0
         chain = self.ledger.chain(request.salt)
-        self._running.enter(Progress(request, mask, chain, key, self._num_added + 1, limit))
+        # One client's many answers do not stand in line before those who come later: the k-th lets k of them pass.
+        turn = self._num_turns + request.turn
+        self._running.enter(Progress(request, mask, chain, (key, turn), self._num_added + 1, limit))
         self._num_added += 1
+        self._num_turns += request.turn == 0 and request.fork_of is None
 
     def _limit(self, request: Request) -> int:
         """The length of prompt and answer at which the request ends."""

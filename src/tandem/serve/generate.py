@@ -208,7 +208,8 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         stack.callback(_abort, asks)
         for i, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
             submitted_s, num = time.perf_counter(), job.params.n
-            stream = await engine.submit(ids, job.params, priority=body.priority or 0, salt=body.cache_salt or "")
+            salt = body.cache_salt or ""
+            stream = await engine.submit(ids, job.params, priority=body.priority or 0, salt=salt, turn=i * num)
             echoed = _echoed(service, prompt) if job.echo else ""
             asks.append(Ask(stream, num, i * num, echoed, job.params, isinstance(prompt, str), job.is_silent))
             journey.add(submitted_s, stream.id, num)
