@@ -132,7 +132,7 @@ class Trials:
     def statistics(self) -> dict[str, int]:
         """trials: grammars that are being tried, or are in line for it."""
         with self._news:
-            return {"trials": len({*self._fresh, *self._slow, *self._busy.values()})}
+            return {"trials": len(self._trials)}
 
     def processes(self) -> list[GrammarProcess]:
         with self._news:
@@ -195,6 +195,8 @@ class Trials:
                 self._discard(process)
                 process = trial.process
             process = self._try(lane, trial, process)
+            if lane != _SLOW:
+                process = self._prepared(trial, process)
             with self._news:
                 self._busy.pop(lane, None)
                 self._news.notify_all()
@@ -282,6 +284,16 @@ class Trials:
                 if time.monotonic() > until_s:
                     raise
         raise LeftError
+
+    def _prepared(self, trial: _Trial, process: GrammarProcess | None) -> GrammarProcess | None:
+        """A process that has read the tokenizer before the next trial is chosen: who comes meanwhile is the newest."""
+        try:
+            process = self._process(process, trial.limits.compile_bytes)
+            process.tokenizer(trial.tokenizer)
+        except LostError:
+            self._discard(process)
+            return None
+        return process
 
     def _process(self, process: GrammarProcess | None, limit_bytes: int) -> GrammarProcess:
         if process is not None and not process.is_lost and process.limit_bytes == limit_bytes:
