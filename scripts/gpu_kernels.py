@@ -4,6 +4,7 @@
 
 Buffers rotate over more than the L2 cache, tensors are random, outputs are poisoned. Prints a short table last and
 writes everything to $OUT/kernels.json (or ./kernels.json). Variants are compiled first, by one process a core.
+Longer than other files, since a kernel's check, its variants and its timing are read side by side.
 """
 
 # ruff: noqa: B023, E501, E731
@@ -330,12 +331,28 @@ def check_linear() -> None:
                     if tile >= tokens or tile == 16:
                         how = {"tokens": tile, "rows": 64, "step": step, "num_stages": stages}
                         got = poisoned(lambda: stream(x, weight, bias, num_parts=parts, **how))
-                        check(f"stream {tokens} {rows} {size} {how} parts {parts}", got if got.dim() == 2 else got.sum(0), want, 5e-3)
+                        check(
+                            f"stream {tokens} {rows} {size} {how} parts {parts}",
+                            got if got.dim() == 2 else got.sum(0),
+                            want,
+                            5e-3,
+                        )
                         for activation in ("silu", "gelu") if rows % 16 == 0 else ():
                             for r in (64, 128):
-                                got = poisoned(lambda: stream(x, weight, bias, activation=activation, **(how | {"rows": r})))
-                                gate = F.silu(want[:, :half]) if activation == "silu" else F.gelu(want[:, :half], approximate="tanh")
-                                check(f"stream {activation} rows {r} {tokens} {rows} {size} {how}", got, gate * want[:, half:], 1e-2)
+                                got = poisoned(
+                                    lambda: stream(x, weight, bias, activation=activation, **(how | {"rows": r}))
+                                )
+                                gate = (
+                                    F.silu(want[:, :half])
+                                    if activation == "silu"
+                                    else F.gelu(want[:, :half], approximate="tanh")
+                                )
+                                check(
+                                    f"stream {activation} rows {r} {tokens} {rows} {size} {how}",
+                                    got,
+                                    gate * want[:, half:],
+                                    1e-2,
+                                )
         got = lin.skinny(x, weight, bias, tokens=64, rows=64, step=64, activation="silu")
         check(f"gated {tokens} {rows} {size}", got, F.silu(want[:, :half]) * want[:, half:], 1e-2)
         summed = lambda y, dtype: choice.add_parts(y, dtype) if y.dim() == 3 else y
@@ -348,7 +365,10 @@ def check_linear() -> None:
                 if activation is None or rows % 16 == 0:
                     same = bool((one == many[:1]).all())
                     ROWS.append({"name": f"bitwise {activation} {rows} {size} among {count}", "ok": same})
-                    print(f"  {'ok' if same else 'DIFFERENT'} invariant {activation} {rows} {size} among {count}", flush=True)
+                    print(
+                        f"  {'ok' if same else 'DIFFERENT'} invariant {activation} {rows} {size} among {count}",
+                        flush=True,
+                    )
         many = rand(517, size)
         many[:tokens] = x
         alone, among = (lin.invariant_linear(a, weight, bias, 3) for a in (x, many))

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from serve_drive import Served, serving
+from border_drive import OPTIONS, at_rest_behind
+from serve_drive import Process, Served, serving
 
 from tandem.serve.options import ServeOptions
 
@@ -36,3 +37,16 @@ def model_server() -> Iterator[Served]:
 def model(model_server: Served) -> Iterator[Served]:
     yield model_server
     model_server.at_rest(10)
+
+
+@pytest.fixture(scope="module")
+def border_process() -> Iterator[Process]:
+    """A server in a process of its own, with tight limits at its border."""
+    with Process(options=OPTIONS, step_s=0.02, max_model_len=2048) as server:
+        yield server
+
+
+@pytest.fixture
+def border(border_process: Process) -> Iterator[Process]:
+    with at_rest_behind(border_process):
+        yield border_process

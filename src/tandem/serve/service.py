@@ -15,7 +15,7 @@ from tandem.engine.streams import AsyncStream
 from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.serve.accept import Limits
 from tandem.serve.bodies import Bodies
-from tandem.serve.connection import Border
+from tandem.serve.border import Border
 from tandem.serve.events import ClientGoneError
 from tandem.serve.explain import Journeys
 from tandem.serve.failure import HttpError, status_of

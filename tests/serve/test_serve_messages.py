@@ -1,0 +1,94 @@
+"""Messages: what is refused by its path, what the SDK gives back, names, and what the model is told of a schema."""
+
+import json
+from typing import Any
+
+import pytest
+from serve_drive import Served, serving
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def call(**changes: Any) -> dict:
+    function = {"name": "weather", "arguments": "{}"}
+    return {"id": "call_1", "type": "function", "function": function, **changes}
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[1].tool_calls[0].id"),
+        ({"role": "assistant", "tool_calls": [5]}, "messages[1].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": {}}, "messages[1].tool_calls"),
+        ({"role": "assistant", "tool_calls": [call(function={})]}, "messages[1].tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [call(function={"name": "x"})]}, "tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [call(type="custom")]}, "messages[1].tool_calls[0].type"),
+        ({"role": "user", "content": "x", "tool_calls": [call()]}, "messages[1].tool_calls"),
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[1].tool_call_id"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "messages[1].audio"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "x"}}, "messages[1].function_call"),
+        ({"role": "assistant", "content": "x", "refusal": "y"}, "messages[1].refusal"),
+        ({"role": "user", "content": "x", "name": "a b"}, "messages[1].name"),
+        ({"role": "user", "content": "x", "name": 5}, "messages[1].name"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "prompt_cache_breakpoint": {}}]},
+         "messages[1].content[0].prompt_cache_breakpoint"),
+    ],
+)  # fmt: skip
+def test_messages_are_refused_by_path(null: Served, message: dict, place: str) -> None:
+    assert place in null.refused(CHAT, {"messages": [*HI, message]}, param="messages")["message"]
+    if message["role"] != "user" or "name" not in message:
+        assert place in null.refused("/tokenize", {"messages": [*HI, message]}, param="messages")["message"]
+
+
+def test_messages_as_the_sdk_gives_them_back_are_taken(null: Served) -> None:
+    given_back = {"role": "assistant", "content": None, "refusal": None, "annotations": None, "audio": None,
+                  "function_call": None, "tool_calls": [call()]}  # fmt: skip
+    answered = {"role": "tool", "tool_call_id": "call_1", "content": "sunny", "name": "weather"}
+    null.chat([*HI, given_back, answered], max_tokens=1)
+    refused = [*HI, {"role": "assistant", "content": None, "refusal": "No."}, *HI]
+    plain = [*HI, {"role": "assistant", "content": "No."}, *HI]
+    options = {"max_tokens": 1, "return_token_ids": True}
+    assert null.chat(refused, **options)["prompt_token_ids"] == null.chat(plain, **options)["prompt_token_ids"]
+
+
+def prompt_of(served: Served, messages: list[dict]) -> str:
+    tokens = served.chat(messages, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
+    assert served.post("/tokenize", {"messages": messages}).json()["tokens"] == tokens
+    return served.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+
+def test_names_tell_participants_of_a_role_apart() -> None:
+    silent = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
+    ann, bob = {"role": "user", "content": "hi", "name": "ann"}, {"role": "user", "content": "ho", "name": "bob"}
+    alone = [ann, {"role": "assistant", "content": "well", "name": "agent"}, {**bob, "name": "ann"}]
+    with serving(source={"chat_template": silent}, max_model_len=256) as served:
+        assert prompt_of(served, [ann, bob]) == "[u]ann: hi[u]bob: ho"
+        assert prompt_of(served, [{**ann, "content": [{"type": "text", "text": "x"}]}, *HI]) == "[u]ann: x[u]hi"
+        assert prompt_of(served, alone) == "[u]hi[a]well[u]ho", "there is nobody to be told apart from"
+    writes = "{% for m in messages %}[{{ m.name or m.role }}]{{ m.content }}{% endfor %}"
+    with serving(source={"chat_template": writes}, max_model_len=256) as served:
+        assert prompt_of(served, [ann, bob]) == "[ann]hi[bob]ho"
+        served.canary()
+
+
+def test_a_schema_that_is_described_is_told_of() -> None:
+    form = {"name": "town", "schema": {"type": "integer"}, "description": "The town's size."}
+    source = {"chat_template": "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"}
+    with serving(source=source, max_model_len=256) as served:
+
+        def prompt(messages: list, **fields: Any) -> str:
+            tokens = served.chat(messages, max_tokens=1, return_token_ids=True, **fields)["prompt_token_ids"]
+            return served.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+        told = prompt(HI, response_format={"type": "json_schema", "json_schema": form})
+        assert told == "[s]Your answer has the form town: The town's size.[u]hi"
+        system = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *HI]
+        told = prompt(system, response_format={"type": "json_schema", "json_schema": form})
+        assert told == "[s]Be brief.\n\nYour answer has the form town: The town's size.[u]hi"
+        bare = {"schema": {"type": "integer"}}
+        assert prompt(HI, response_format={"type": "json_schema", "json_schema": bare}) == "[u]hi"
+        answer = served.post(RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", **form}}}).json()
+        assert answer["usage"]["input_tokens"] == len("[s]Your answer has the form town: The town's size.[u]hi")
+        json.loads(answer["output"][0]["content"][0]["text"])
