@@ -5,16 +5,20 @@ Each server here is a process of its own, as ``tandem serve`` runs it.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from serve_drive import Process, events_of
+from serve_drive import Process, events_of, serving
+
+from tandem.weights.pull import pull
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "go", "max_tokens": 2000, "ignore_eos": True}
@@ -207,6 +211,24 @@ def test_an_address_in_use_is_refused_before_anything_is_loaded() -> None:
             assert server.wait() == 1  # the script's own traceback; the command line says it in two lines
             assert any(f"port {port}" in line for line in server.lines)
             assert not any("loading" in line for line in server.lines)
+
+
+def test_a_model_file_that_is_truncated_harms_no_running_server_and_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tandem.cli import main
+
+    source, model = pull(), tmp_path / "model.gguf"
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, model)
+    file = model / "model.safetensors" if model.is_dir() else model
+    with serving(make="tandem.engine.build:make_loop", model=str(model), max_num_seqs=2, max_model_len=256) as served:
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        before = served.chat(messages, max_tokens=12, temperature=0)["choices"]
+        os.truncate(file, 50 << 20)
+        assert "Paris" in before[0]["message"]["content"]
+        assert served.chat(messages, max_tokens=12, temperature=0)["choices"] == before
+    assert main(["serve", "--model", str(model), "--port", "0"]) == 1
+    assert "truncated" in capsys.readouterr().err
 
 
 def test_the_command_explains_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
