@@ -249,6 +249,9 @@ def test_grammars_are_compiled_beside_the_loop() -> None:
     for _ in range(6):
         loop.turn()
     assert collector.finish == {"plain": "length"} and not loop.idle
+    loop._reported_s = 0.0
+    loop._rest()
+    assert mailbox.statistics["compiling"] == 3, "told of while nothing else happens"
     mailbox.put(Abort("gone"))
     loop.turn()
     release.set()

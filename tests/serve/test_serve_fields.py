@@ -204,6 +204,8 @@ def test_fields_that_are_unknown_or_of_another_endpoint_are_refused(null: Served
             error = null.refused(path, {**BASE[path], name: [1]}, param=name)
             assert error["code"] == "unsupported_value" and "openapi" in error["message"]
             assert null.post(path, {**BASE[path], name: None}).status_code == 200
+        habits = {"use_beam_search": False, "bad_words": [], "length_penalty": 1.0, "include_reasoning": True}
+        assert null.post(path, {**BASE[path], **habits}).status_code == 200, "they ask for what happens anyway"
     null.refused("/tokenize", {"prompt": "a", "unheard_of": 1}, param="unheard_of")
     null.refused("/detokenize", {"tokens": [5], "unheard_of": 1}, param="unheard_of")
 

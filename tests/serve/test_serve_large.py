@@ -48,7 +48,9 @@ def test_the_limits_on_answers_are_the_operators() -> None:
         served.chat(**asked, top_logprobs=9)
         error = served.refused(CHAT, {"messages": HI, **asked, "top_logprobs": 10}, param="logprobs")
         assert "110" in error["message"] and "100" in error["message"]
-        served.refused(CHAT, {"messages": HI, "logprobs": True}, param="logprobs")  # up to the whole context
+        [choice] = served.chat(logprobs=True, top_logprobs=1, ignore_eos=True)["choices"]
+        assert choice["finish_reason"] == "length", "without max_tokens it takes what the limit leaves"
+        assert len(choice["logprobs"]["content"]) == 50
         assert served.events(CHAT, {"messages": HI, **asked, "top_logprobs": 10})[-1] == "[DONE]"
         body = {"input": "a", "max_output_tokens": 10, "top_logprobs": 10}
         for stream in (False, True):  # its last event is the whole answer

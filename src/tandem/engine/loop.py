@@ -152,10 +152,12 @@ class Loop:
 
     def _rest(self) -> None:
         """Nothing to do: sleep until mail comes, or briefly while grammars are being compiled."""
+        now_s = time.perf_counter()
         if not self.idle:
+            if now_s - self._reported_s >= REPORT_S:
+                self._report(now_s)
             self.mailbox.wait(POLL_S)
             return
-        now_s = time.perf_counter()
         if not self._is_reported:
             self._report(now_s)
         if now_s - self.progress_s < IDLE_CHECK_S:

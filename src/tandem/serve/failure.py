@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
 from tandem.serve.nesting import MAX_DEPTH, depth_of
+from tandem.serve.refusals import NEUTRAL
 from tandem.serve.schema import MISPLACED
 
 log = logging.getLogger("tandem.serve")
@@ -149,7 +150,7 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         raise too_deep()
     known = frozenset(kind.__struct_fields__)  # type: ignore[attr-defined]
     for name, value in given.items():
-        if name not in known and bytes(value) != b"null":
+        if name not in known and bytes(value) not in (b"null", *NEUTRAL.get(name, ())):
             is_misplaced = name in MISPLACED.get(kind, ())
             hint = "it belongs to another one of /v1/chat/completions, /v1/completions and /v1/responses."
             raise RequestError(

@@ -255,16 +255,23 @@ def _checked_answers(job: Job, limits: Limits) -> int:
 
 
 def _check_logprobs(job: Job, lengths: Sequence[int], max_length: int, limits: Limits) -> None:
-    """Raise RequestError if an answer that is held until its end may show too many log-probabilities."""
+    """Raise RequestError if an answer that is held until its end may show too many log-probabilities.
+
+    Without max_tokens an answer takes what is left of the context, or as much of it as may be shown.
+    """
     params, show = job.params, job.show
     if not job.is_held or not (show.logprobs or show.prompt_logprobs):
         return
     of_new = 1 + (params.logprobs or 0) if show.logprobs else 0
     of_prompt = (1 + (params.prompt_logprobs or 0)) * (show.prompt_logprobs + (job.echo and show.logprobs))
-    num = 0
-    for length in lengths:
-        most = max_length - length if params.max_tokens is None else params.max_tokens
-        num += params.n * (length * of_prompt + most * of_new)
+    num_prompt, num_answers = params.n * sum(lengths) * of_prompt, params.n * len(lengths)
+    most = params.max_tokens
+    if most is None and of_new:
+        room = (limits.max_answer_logprobs - num_prompt) // (num_answers * of_new)
+        most = max(1, min(room, max_length - min(lengths)))
+        if most < max_length - max(lengths):
+            job.params = dataclasses.replace(params, max_tokens=most)
+    num = num_prompt + num_answers * (most or 0) * of_new
     if num > limits.max_answer_logprobs:
         raise RequestError(
             f"the answer may hold {num} log-probabilities; the limit is {limits.max_answer_logprobs}.",

@@ -5,6 +5,7 @@ clients which send it by default are served. Every other value is refused by nam
 """
 
 from collections.abc import Mapping, Sized
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 from tandem.errors import RequestError
@@ -69,6 +70,12 @@ RESPONSES = {
     "context_management": Refusal("input is never compacted here.", ([],)),
     "truncation": Refusal("input is never cut here.", ("disabled",)),
 }
+# Fields of other engines that clients send out of habit, with values (as JSON) that ask for nothing.
+NEUTRAL = {
+    "use_beam_search": (b"false",), "bad_words": (b"[]",), "allowed_token_ids": (b"[]",), "logits_processors": (b"[]",),
+    "length_penalty": (b"1", b"1.0"), "spaces_between_special_tokens": (b"true",), "include_reasoning": (b"true",),
+    "early_stopping": (b"false",), "typical_p": (b"1", b"1.0"), "no_repeat_ngram_size": (b"0",), "num_beams": (b"1",),
+}  # fmt: skip
 # Parts of a field; refused under the field's name.
 STREAM_OPTIONS = {
     "include_obfuscation": Refusal("events are not padded.", (False,)),
@@ -103,7 +110,7 @@ def refuse(body: Any, table: Mapping[str, Refusal], *, param: str | None = None,
         if value is not None and not any(value == one and type(value) is type(one) for one in refusal.neutral):
             allowed = "".join(f", {one!r}" for one in refusal.neutral)
             raise RequestError(
-                f"{path}{name} is {value!r:.80}, which is not supported: {refusal.why}",
+                f"{path}{name} is {short(value)}, which is not supported: {refusal.why}",
                 param=param or name, code="unsupported_value", hint=f"leave it out, or null{allowed}.",
             )  # fmt: skip
 
