@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from engine_fakes import FakePlanner, FakeRunner, made_up
@@ -260,3 +261,49 @@ def test_grammars_are_compiled_beside_the_loop() -> None:
         loop.turn()
     assert collector.finish == {"plain": "length", "g": "length", "bad": "error", "gone": "abort"}
     loop.close()
+
+
+def test_a_grammar_that_many_wait_for_takes_one_thread_and_fails_for_all() -> None:
+    release, started = threading.Event(), list[str]()
+
+    class AnyMask:
+        def allowed(self) -> bytes:
+            return b""
+
+        def accept(self, tokens) -> None: ...
+
+    def compile_mask(request: Request, turn: object) -> AnyMask:
+        started.append(request.id)
+        release.wait(5)
+        if request.params.constraint.text == "bad":
+            raise ValueError("no such grammar")
+        return AnyMask()
+
+    loop, collector, mailbox = make(compile_mask=compile_mask)
+    for text in ("bad", "good"):
+        for number in range(20):
+            mailbox.put(ask(f"{text}{number}", [5], 2, constraint=Constraint("regex", text)))
+    loop.turn()
+    assert wait_for(lambda: sorted(started) == ["bad0", "good0"])
+    for name in ("good0", "good3", "bad0", "bad7"):  # whoever is first may leave: the next one goes on with it
+        mailbox.put(Abort(name))
+    loop.turn()
+    assert wait_for(lambda: sorted(started) == ["bad0", "bad1", "good0", "good1"])
+    release.set()
+    deadline_s = time.perf_counter() + 5
+    while not loop.idle and time.perf_counter() < deadline_s:
+        loop.turn()
+    left = {"good0", "good3", "bad0", "bad7"}
+    kinds = {"good": "length", "bad": "error"}
+    assert collector.finish == {
+        f"{text}{n}": "abort" if f"{text}{n}" in left else kinds[text] for text in kinds for n in range(20)
+    }
+    assert sum(name.startswith("bad") for name in started) == 2, "an error is an error for all"
+    loop.close()
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline_s = time.perf_counter() + seconds
+    while not true() and time.perf_counter() < deadline_s:
+        time.sleep(0.005)
+    return true()

@@ -1,28 +1,28 @@
 """What lies between the mail and the planner: grammars being compiled, requests held back, calls that wait.
 
-It knows neither steps nor devices. A request with a grammar is compiled on a thread of its own; meanwhile the loop
-goes on. A call that needs an idle engine (new weights) holds every later request back until it is done, so requests
-that run finish on what they began with: they *drain*.
+It knows neither steps nor devices. A grammar is compiled on a thread, once for all who wait for the same one; meanwhile
+the loop goes on. A call that needs an idle engine (new weights) holds every later request back until it is done, so
+requests that run finish on what they began with: they *drain*.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.engine.contract import Call, Mailbox
 from tandem.errors import RequestError, TandemError
 from tandem.observer import Observers
 from tandem.plan import Mask, Planner
-from tandem.request import Change, Request
+from tandem.request import Change, Constraint, Request
 from tandem.sampling import grammar
 
 log = logging.getLogger("tandem.engine")
 
 NUM_COMPILERS = 256
-"""Threads. They only wait, each for one request's grammar; sampling.grammar decides whose turn it is."""
+"""Threads. They only wait, each for one grammar; sampling.grammar decides whose turn it is."""
 
 CompileMask = Callable[[Request, grammar.Turn], Mask]
 
@@ -33,6 +33,21 @@ class Errand:
 
     do: Callable[[str], Any]
     drains: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Compilation:
+    """A request that waits for its mask. future: once it is its turn."""
+
+    request: Request
+    constraint: Constraint
+    turn: grammar.Turn = field(default_factory=grammar.Turn)
+    future: Future[Mask] | None = None
+
+    def leave(self) -> None:
+        self.turn.leave()
+        if self.future is not None:
+            self.future.cancel()
 
 
 class Admission:
@@ -49,8 +64,9 @@ class Admission:
         self._planner, self._mailbox, self._observers = planner, mailbox, observers
         self._compile_mask = compile_mask
         self._errands = errands
-        self._compiling: dict[str, tuple[grammar.Turn, Future[Mask]]] = {}
-        self._compiled: deque[tuple[Request, Future[Mask]]] = deque()
+        self._compiling: dict[str, Compilation] = {}
+        self._lines: dict[Constraint, deque[Compilation]] = {}
+        self._compiled: deque[Compilation] = deque()
         self._held: dict[str, tuple[Request, Mask | None]] = {}
         self._calls: deque[Call] = deque()
         self._compiler: ThreadPoolExecutor | None = None
@@ -69,17 +85,34 @@ class Admission:
         if self._compiler is None:
             grammar.hold()
             self._compiler = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="tandem-grammar")
-        turn = grammar.Turn()
-        future = self._compiler.submit(self._compile_mask, request, turn)
-        self._compiling[request.id] = turn, future
-        future.add_done_callback(lambda done: self._compiled.append((request, done)))
+        waiting = self._compiling[request.id] = Compilation(request, request.params.constraint)
+        line = self._lines.setdefault(waiting.constraint, deque())
+        line.append(waiting)
+        if len(line) == 1:
+            self._compile(waiting)
         return None
 
+    def _compile(self, waiting: Compilation) -> None:
+        assert self._compiler is not None and self._compile_mask is not None
+        waiting.future = future = self._compiler.submit(self._compile_mask, waiting.request, waiting.turn)
+        future.add_done_callback(lambda _: self._compiled.append(waiting))
+
+    def _leave_line(self, waiting: Compilation) -> deque[Compilation]:
+        """Take it out of the line for its grammar. Returns those behind it, if it was compiled for them too."""
+        line = self._lines.get(waiting.constraint, deque())
+        if waiting not in line:
+            return deque()
+        is_first = line[0] is waiting
+        line.remove(waiting)
+        if not line:
+            del self._lines[waiting.constraint]
+        return line if is_first else deque()
+
     def abort(self, request: str) -> Change | None:
-        if (compiling := self._compiling.pop(request, None)) is not None:
-            turn, future = compiling
-            turn.leave()
-            future.cancel()
+        if (waiting := self._compiling.pop(request, None)) is not None:
+            if behind := self._leave_line(waiting):
+                self._compile(behind[0])  # before it leaves, so that what was begun goes on
+            waiting.leave()
             return Change(request, finish="abort")
         if self._held.pop(request, None):
             return Change(request, finish="abort")
@@ -98,13 +131,10 @@ class Admission:
         """Take in what has been compiled; if nothing runs any more, do the calls that waited for that."""
         changes = []
         while self._compiled:
-            request, future = self._compiled.popleft()
-            if self._compiling.pop(request.id, None) is None:
+            waiting = self._compiled.popleft()
+            if self._compiling.pop(waiting.request.id, None) is None:
                 continue  # aborted meanwhile
-            error = future.exception()
-            change = self._refuse(request, error, now_s) if error else self._enter(request, future.result(), now_s)
-            if change is not None:
-                changes.append(change)
+            changes += self._take(waiting, now_s)
         if self._calls and drained:
             while self._calls:
                 call = self._calls.popleft()
@@ -113,11 +143,26 @@ class Admission:
             changes += [c for r, mask in held.values() if (c := self._enter(r, mask, now_s)) is not None]
         return changes
 
+    def _take(self, waiting: Compilation, now_s: float) -> list[Change]:
+        """A mask is there, or none is to be had: others who wait for the same grammar get their own, or the error."""
+        assert waiting.future is not None
+        behind, error = self._leave_line(waiting), waiting.future.exception()
+        if behind:
+            del self._lines[waiting.constraint]
+        if error is None:
+            for other in behind:
+                self._compile(other)
+            change = self._enter(waiting.request, waiting.future.result(), now_s)
+            return [] if change is None else [change]
+        for other in behind:
+            del self._compiling[other.request.id]
+        return [self._refuse(other.request, error, now_s) for other in (waiting, *behind)]
+
     def close(self) -> None:
         if self._compiler is not None:
             self._compiler.shutdown(wait=False, cancel_futures=True)
-            for turn, _ in self._compiling.values():
-                turn.leave()
+            for waiting in self._compiling.values():
+                waiting.turn.leave()
             self._compiler = None
             grammar.release()
         while self._calls:
