@@ -87,6 +87,62 @@ def _merge_splits(
     tl.store(out_ptr + heads[:, None] * D + inner[None, :], result.to(out_ptr.dtype.element_ty), mask)
 
 
+@triton.jit
+def _share(
+    lengths_ptr, order_ptr, length, first, split, num_splits, window,
+    TILE: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Where a split's part of a span begins and ends, and how many parts the span has."""
+    extent = length - first
+    if HAS_ORDER:  # shares of the longest span, so that no program of a long one has more to do than others
+        extent = tl.load(lengths_ptr + tl.load(order_ptr))
+        if HAS_WINDOW:
+            extent = tl.minimum(extent, window + TILE)
+    share = tl.maximum(tl.cdiv(tl.cdiv(extent, TILE), num_splits), 1) * TILE
+    num_shares = tl.maximum(tl.cdiv(length - first, share), 1)
+    start = first + split * share
+    return start, tl.minimum(start + share, length), num_shares
+
+
+@triton.jit
+def _leave_part(
+    acc, top, total, partial_ptr, marks_ptr, tickets_ptr, out_ptr, group, split, num_splits, num_shares, row_mask,
+    G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+    MERGED: tl.constexpr,
+):  # fmt: skip
+    """Write one part through L2; whoever draws the last ticket of its (span, KV head) merges them all, in order."""
+    rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    partial_ptr += group.to(tl.int64) * num_splits * (G * D)
+    marks_ptr += group.to(tl.int64) * num_splits * (2 * G)
+    tl.store(partial_ptr + split * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
+    tl.store(marks_ptr + split * (2 * G) + rows, top, rows < G)
+    tl.store(marks_ptr + split * (2 * G) + G + rows, total, rows < G)
+    tl.debug_barrier()
+    drawn = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if drawn == num_shares - 1:
+        tl.store(tickets_ptr + group, 0)
+        _merge_splits(partial_ptr, marks_ptr, out_ptr, num_shares, G, HEADS, D, WIDTH, MERGED)
+
+
+@triton.jit
+def _load_tile(
+    keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride,
+    D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Keys [WIDTH, TILE] and values [TILE, WIDTH] of these positions, through the block table."""
+    inner = tl.arange(0, WIDTH)
+    near = tl.minimum(columns, length - 1)
+    blocks = tl.load(table_ptr + near // P).to(tl.int64)
+    offsets = blocks * block_stride + (near % P) * position_stride
+    if WIDTH == D:
+        key = tl.load(keys_ptr + offsets[None, :] + inner[:, None])
+        value = tl.load(values_ptr + offsets[:, None] + inner[None, :])
+    else:
+        key = tl.load(keys_ptr + offsets[None, :] + inner[:, None], (inner < D)[:, None], other=0.0)
+        value = tl.load(values_ptr + offsets[:, None] + inner[None, :], (inner < D)[None, :], other=0.0)
+    return key, value
+
+
 @triton.jit(do_not_specialize=["num_splits", "window", "table_stride"])
 def _decode_kernel(
     queries_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, order_ptr, out_ptr, partial_ptr, marks_ptr,
@@ -108,15 +164,9 @@ def _decode_kernel(
         first = tl.maximum(length - window, 0) // TILE * TILE
     start, end, num_shares = first, length, 1
     if HAS_SPLITS:
-        extent = length - first
-        if HAS_ORDER:  # shares of the longest span, so that no program of a long one has more to do than others
-            extent = tl.load(lengths_ptr + tl.load(order_ptr))
-            if HAS_WINDOW:
-                extent = tl.minimum(extent, window + TILE)
-        share = tl.maximum(tl.cdiv(tl.cdiv(extent, TILE), num_splits), 1) * TILE
-        num_shares = tl.maximum(tl.cdiv(length - first, share), 1)
-        start = first + split * share
-        end = tl.minimum(start + share, length)
+        start, end, num_shares = _share(
+            lengths_ptr, order_ptr, length, first, split, num_splits, window, TILE, HAS_ORDER, HAS_WINDOW
+        )
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     keys_ptr += head * D
     values_ptr += head * D
@@ -132,15 +182,9 @@ def _decode_kernel(
     total = tl.zeros([ROWS], tl.float32)
     for tile in range(start, end, TILE):
         columns = tile + lanes
-        near = tl.minimum(columns, length - 1)
-        blocks = tl.load(table_ptr + near // P).to(tl.int64)
-        offsets = blocks * block_stride + (near % P) * position_stride
-        if WIDTH == D:
-            key = tl.load(keys_ptr + offsets[None, :] + inner[:, None])
-            value = tl.load(values_ptr + offsets[:, None] + inner[None, :])
-        else:
-            key = tl.load(keys_ptr + offsets[None, :] + inner[:, None], (inner < D)[:, None], other=0.0)
-            value = tl.load(values_ptr + offsets[:, None] + inner[None, :], (inner < D)[None, :], other=0.0)
+        key, value = _load_tile(
+            keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
+        )
         score = scores(query, key, scale, softcap, HAS_SOFTCAP, UPCAST)
         seen = columns < end
         if HAS_WINDOW:
@@ -151,18 +195,10 @@ def _decode_kernel(
         gdc_launch_dependents()
     out_ptr += span.to(tl.int64) * (K * G * D) + head * (G * D)
     if num_shares > 1:
-        # Partial results go through L2; whoever draws the last ticket of this (span, head) merges them all, in order.
-        group = span * K + head
-        partial_ptr += group.to(tl.int64) * num_splits * (G * D)
-        marks_ptr += group.to(tl.int64) * num_splits * (2 * G)
-        tl.store(partial_ptr + split * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
-        tl.store(marks_ptr + split * (2 * G) + rows, top, rows < G)
-        tl.store(marks_ptr + split * (2 * G) + G + rows, total, rows < G)
-        tl.debug_barrier()
-        drawn = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
-        if drawn == num_shares - 1:
-            tl.store(tickets_ptr + group, 0)
-            _merge_splits(partial_ptr, marks_ptr, out_ptr, num_shares, G, HEADS, D, WIDTH, MERGED)
+        _leave_part(
+            acc, top, total, partial_ptr, marks_ptr, tickets_ptr, out_ptr, span * K + head, split, num_splits,
+            num_shares, row_mask, G, ROWS, D, WIDTH, HEADS, MERGED,
+        )  # fmt: skip
     else:
         # A padding row (length 0) has total 0 and gets zeros.
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -78,6 +78,49 @@ def merge(acc, top, total, other_acc, other_top, other_total):
     return acc, new_top, total * shrink + other_total * other_shrink
 
 
+@triton.jit
+def _in_chunks(
+    acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale, softcap,
+    block_stride, position_stride, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Batch-invariant: each chunk of CHUNK positions from zero, folded in in order, as merging them alone would."""
+    for chunk in range(start // CHUNK, tl.cdiv(end, CHUNK)):
+        low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
+        part, part_top = tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], NOTHING, tl.float32)
+        part, part_top, part_total = _tiles(
+            part, part_top, tl.zeros([ROWS], tl.float32), query, positions, keys, values, table_ptr, head, low,
+            high, length, window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, True,
+            HAS_WINDOW, HAS_SOFTCAP, UPCAST, DESCRIPTORS, False,
+        )  # fmt: skip
+        acc, top, total = merge(acc, top, total, part, part_top, part_total)
+    return acc, top, total
+
+
+@triton.jit
+def _at_once(
+    acc, top, total, query, positions, keys, values, table_ptr, head, start, end, first_position, length, window,
+    scale, softcap, block_stride, position_stride, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, SPECIALISE: tl.constexpr,
+):  # fmt: skip
+    """One pass: first the tiles that every query sees whole, which need no mask, then those on the diagonal."""
+    full = start
+    if not HAS_WINDOW:
+        full = tl.maximum(tl.minimum(first_position + 1, end) // TILE * TILE, start)
+        acc, top, total = _tiles(
+            acc, top, total, query, positions, keys, values, table_ptr, head, start, full, length, window,
+            scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, False, False, HAS_SOFTCAP, UPCAST,
+            DESCRIPTORS, SPECIALISE,
+        )  # fmt: skip
+    return _tiles(
+        acc, top, total, query, positions, keys, values, table_ptr, head, full, end, length, window, scale,
+        softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        DESCRIPTORS, False,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["window", "table_stride", "num_spans"])
 def _prefill_kernel(
     queries_ptr, keys, values, tables_ptr, lengths_ptr, starts_ptr, out_ptr, partial_ptr, marks_ptr,
@@ -133,28 +176,16 @@ def _prefill_kernel(
             tl.store(marks_ptr + place * (2 * G) + G + rows, total, rows < G)
     else:
         if CHUNK > 0:
-            for chunk in range(start // CHUNK, tl.cdiv(end, CHUNK)):
-                low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
-                part, part_top = tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], NOTHING, tl.float32)
-                part, part_top, part_total = _tiles(
-                    part, part_top, tl.zeros([ROWS], tl.float32), query, positions, keys, values, table_ptr, head, low,
-                    high, length, window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, True,
-                    HAS_WINDOW, HAS_SOFTCAP, UPCAST, DESCRIPTORS, False,
-                )  # fmt: skip
-                acc, top, total = merge(acc, top, total, part, part_top, part_total)
+            acc, top, total = _in_chunks(
+                acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale,
+                softcap, block_stride, position_stride, ROWS, D, WIDTH, P, TILE, CHUNK, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+                DESCRIPTORS,
+            )  # fmt: skip
         else:
-            full = start
-            if not HAS_WINDOW:
-                full = tl.maximum(tl.minimum(first_position + 1, end) // TILE * TILE, start)
-                acc, top, total = _tiles(
-                    acc, top, total, query, positions, keys, values, table_ptr, head, start, full, length, window,
-                    scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, False, False, HAS_SOFTCAP, UPCAST,
-                    DESCRIPTORS, SPECIALISE,
-                )  # fmt: skip
-            acc, top, total = _tiles(
-                acc, top, total, query, positions, keys, values, table_ptr, head, full, end, length, window, scale,
-                softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-                DESCRIPTORS, False,
+            acc, top, total = _at_once(
+                acc, top, total, query, positions, keys, values, table_ptr, head, start, end, first_position, length,
+                window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, HAS_WINDOW, HAS_SOFTCAP,
+                UPCAST, DESCRIPTORS, SPECIALISE,
             )  # fmt: skip
         if PDL == 2:
             gdc_launch_dependents()
