@@ -19,18 +19,10 @@ from grammar_drive import (
 from tandem.errors import RequestError
 from tandem.plan import Arrival
 from tandem.request import Constraint, SamplingParams
-from tandem.sampling import grammar
 from tandem.sampling.rows import SamplerRows
 from tandem.sampling.sample import sample
 
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_is_left():
-    grammar.hold()
-    yield
-    grammar.release()
-    assert not grammar.processes() or grammar._users
-
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 SCHEMA = json.dumps({
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "ü"]}},

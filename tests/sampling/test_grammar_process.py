@@ -24,13 +24,7 @@ from tandem.sampling import grammar, grammar_process
 from tandem.sampling.grammar import GrammarLimits, compile_constraint
 from tandem.sampling.grammar_worker import Worker
 
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_is_left():
-    grammar.hold()
-    yield
-    grammar.release()
-    assert not grammar.processes() or grammar._users
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def test_c26_compile_time_is_bounded(monkeypatch):

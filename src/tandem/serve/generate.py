@@ -200,7 +200,7 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
     _check_priority(body, engine.card)
     num_answers = _checked_answers(job, service.limits)
     tokens = await _encoded(service, job)
-    _check_logprobs(job, [len(ids) for ids in tokens], engine.card.max_length, service.limits)
+    _fit_logprobs(job, [len(ids) for ids in tokens], engine.card.max_length, service.limits)
     service.bodies.release(request.scope)
     with ExitStack() as stack:
         stack.enter_context(service.admitted(num_answers, sum(map(len, tokens)) * job.params.n))
@@ -254,7 +254,7 @@ def _checked_answers(job: Job, limits: Limits) -> int:
     return num_prompts * n
 
 
-def _check_logprobs(job: Job, lengths: Sequence[int], max_length: int, limits: Limits) -> None:
+def _fit_logprobs(job: Job, lengths: Sequence[int], max_length: int, limits: Limits) -> None:
     """Raise RequestError if an answer that is held until its end may show too many log-probabilities.
 
     Without max_tokens an answer takes what is left of the context, or as much of it as may be shown.
