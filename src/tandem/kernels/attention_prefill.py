@@ -79,6 +79,28 @@ def merge(acc, top, total, other_acc, other_top, other_total):
 
 
 @triton.jit
+def _one_chunk(
+    acc, top, total, query, positions, keys, values, table_ptr, partial_ptr, marks_ptr, span, head, start, end, length,
+    window, scale, softcap, block_stride, position_stride, row_mask, K: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Batch-invariant decode: this program's chunk alone, left for _merge_kernel."""
+    rows, inner, chunk = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.program_id(0)
+    low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
+    acc, top, total = _tiles(
+        acc, top, total, query, positions, keys, values, table_ptr, head, low, high, length, window, scale,
+        softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        DESCRIPTORS, False,
+    )  # fmt: skip
+    if low < high:
+        place = ((span * K + head) * tl.num_programs(0) + chunk).to(tl.int64)
+        tl.store(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
+        tl.store(marks_ptr + place * (2 * G) + rows, top, rows < G)
+        tl.store(marks_ptr + place * (2 * G) + G + rows, total, rows < G)
+
+
+@triton.jit
 def _in_chunks(
     acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale, softcap,
     block_stride, position_stride, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
@@ -162,18 +184,11 @@ def _prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     if ALONE:
-        chunk = tl.program_id(0)
-        low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
-        acc, top, total = _tiles(
-            acc, top, total, query, positions, keys, values, table_ptr, head, low, high, length, window, scale,
-            softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-            DESCRIPTORS, False,
+        _one_chunk(
+            acc, top, total, query, positions, keys, values, table_ptr, partial_ptr, marks_ptr, span, head, start, end,
+            length, window, scale, softcap, block_stride, position_stride, row_mask, K, G, ROWS, D, WIDTH, P, TILE,
+            CHUNK, HAS_WINDOW, HAS_SOFTCAP, UPCAST, DESCRIPTORS,
         )  # fmt: skip
-        if low < high:
-            place = ((span * K + head) * tl.num_programs(0) + chunk).to(tl.int64)
-            tl.store(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
-            tl.store(marks_ptr + place * (2 * G) + rows, top, rows < G)
-            tl.store(marks_ptr + place * (2 * G) + G + rows, total, rows < G)
     else:
         if CHUNK > 0:
             acc, top, total = _in_chunks(
