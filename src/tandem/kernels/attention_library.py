@@ -5,6 +5,8 @@ against an amount of arithmetic that grows with the square of the length. cuDNN 
 about 45 ms on the host, so lengths are rounded up; causality hides the rows behind the end.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,11 @@ def is_worth_it(start: int, length: int, dtype: torch.dtype, head_dim: int) -> b
         start == 0 and length >= SHORTEST and dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128)
         and padded_length(length) ** 2 < 1.33 * length**2
     )  # fmt: skip
+
+
+def paged_is_worth_it(spans: Sequence[tuple[int, int]]) -> bool:
+    """Spans (start, length) of several tokens that FlashInfer's paged prefill is to attend together in one launch."""
+    return sum(length for _, length in spans) >= 256
 
 
 def whole_prompt_attention(
