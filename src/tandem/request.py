@@ -207,7 +207,8 @@ class Request:
     priority  smaller is more important; arrival order breaks ties. 64 bits.
     salt      keeps prefix-cache entries of different users apart; at most MAX_SALT_LENGTH characters.
     fork_of   id of the first of n siblings, whose prompt KV this one may share; None for the first.
-    turn      how many answers its client asked for before it at once: as many later requests of turn 0 pass it in line.
+    client    who asks, an opaque name: those who wait take turns by client.
+    bundle    an opaque name for what its client asked for at once, "": this alone. A client's bundles take turns, too.
     """
 
     id: str
@@ -218,12 +219,14 @@ class Request:
     salt: str = ""
     fork_of: str | None = None
     arrival_s: float = 0.0
-    turn: int = 0
+    client: str = ""
+    bundle: str = ""
 
     def __post_init__(self) -> None:
-        """Raises RequestError for a priority, salt or turn that could harm others: it is compared with theirs."""
+        """Raises RequestError for a priority, salt or name that could harm others: it is compared with theirs."""
         self.priority = checked_priority(self.priority)
-        self.turn = checked_integer("turn", self.turn, 0, INTEGER_LIMIT - 1)
+        self.client = checked_text("client", self.client, MAX_SALT_LENGTH)
+        self.bundle = checked_text("bundle", self.bundle, MAX_SALT_LENGTH)
         self.salt = checked_salt(self.salt)
 
     def check(self, num_logits: int, max_length: int) -> None:

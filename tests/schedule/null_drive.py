@@ -39,7 +39,9 @@ def request(name: str, prompt: Sequence[int] | int, max_tokens: int | None = 8, 
     if isinstance(prompt, int):
         seed = sum(ord(c) * 31**i for i, c in enumerate(name))
         prompt = [(seed * 7919 + i * 104729) % NUM_LOGITS for i in range(prompt)]
-    fields = {key: settings.pop(key) for key in ("eos", "priority", "salt", "fork_of", "turn") if key in settings}
+    fields = {
+        key: settings.pop(key) for key in ("eos", "priority", "salt", "fork_of", "client", "bundle") if key in settings
+    }
     params = SamplingParams(max_tokens=max_tokens, **settings)  # type: ignore[arg-type]
     return Request(name, prompt, params, **fields)  # type: ignore[arg-type]
 

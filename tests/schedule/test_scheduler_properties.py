@@ -38,6 +38,7 @@ def guests(draw: st.DrawFn) -> list[Guest]:
             ignore_eos=draw(st.booleans()), min_tokens=draw(st.integers(0, min(3, max_tokens))),
             seed=draw(st.integers(0, 3)), logprobs=draw(st.sampled_from([None, None, 0, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, None, 1])), salt=draw(st.sampled_from(["", "", "x"])),
+            client=draw(st.sampled_from(["", "", "c", "d"])), bundle=draw(st.sampled_from(["", "1", "2"])),
         )  # fmt: skip
         goes = draw(st.none() | st.integers(0, 40)) if draw(st.booleans()) else None
         delay = draw(st.sampled_from([None, None, None, 0, 3]))
@@ -46,7 +47,7 @@ def guests(draw: st.DrawFn) -> list[Guest]:
         for sibling in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
             twin = request(
                 f"g{number}.{sibling}", prompt, max_tokens, seed=sibling + 10, fork_of=made.id, salt=made.salt,
-                priority=made.priority,
+                priority=made.priority, client=made.client, bundle=made.bundle,
             )  # fmt: skip
             found.append(Guest(twin, comes, draw(st.none() | st.integers(0, 40)), delay))
     return found

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def make_null(options: dict, mailbox: Any, on_phase: Callable[[str], None] = lam
         runner._script = script
     if own["compile_s"]:
         compile_mask = loop._admission._compile_mask
-        loop._admission._compile_mask = lambda *what: (time.sleep(own["compile_s"]), compile_mask(*what))[1]
+        loop._admission._compile_mask = lambda request: _later(own["compile_s"], compile_mask(request))
     if own["mask_s"]:
         from tandem.sampling import grammar_process
 
@@ -103,6 +104,18 @@ def make_null(options: dict, mailbox: Any, on_phase: Callable[[str], None] = lam
 
     runner._faults = Faults(raise_at=own["raise_at"], hang_at=own["hang_at"], fail=failing)
     return loop, card
+
+
+def _later(seconds: float, future: Future) -> Future:
+    """The same result, so much later; waiting holds a thread."""
+    delayed: Future = Future()
+
+    def wait() -> None:
+        time.sleep(seconds)
+        delayed.set_result(future.result())
+
+    threading.Thread(target=wait, daemon=True).start()
+    return delayed
 
 
 @dataclasses.dataclass

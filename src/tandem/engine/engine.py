@@ -75,9 +75,9 @@ class AsyncEngine:
 
     async def submit(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, salt: str = "",
-        turn: int = 0,
+        client: str = "", bundle: str = "",
     ) -> AsyncStream:  # fmt: skip
-        """Encode, check, expand n, hand over; see contract.Engine. turn: see Request.
+        """Encode, check, expand n, hand over; see contract.Engine. client, bundle: see Request.
 
         Raises RequestError for what cannot be honoured, EngineDeadError once the engine has stopped. Ids inside are
         the engine's own, so two clients can never name the same request.
@@ -86,8 +86,9 @@ class AsyncEngine:
         self._require_open()
         tokens = await self._front.encode_async(prompt) if isinstance(prompt, str) else None
         job = self._front.prepare(
-            prompt, params, tokens=tokens, priority=priority, salt=salt, arrival_s=arrival_s, turn=turn
-        )
+            prompt, params, tokens=tokens, priority=priority, salt=salt, arrival_s=arrival_s, client=client,
+            bundle=bundle,
+        )  # fmt: skip
         self._require_open()
         if not self._front.num_live:
             self._busy_s = time.perf_counter()

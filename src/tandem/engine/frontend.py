@@ -81,11 +81,12 @@ class FrontEnd:
 
     def prepare(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, tokens: list[int] | None = None,
-        priority: int = 0, salt: str = "", arrival_s: float | None = None, turn: int = 0,
+        priority: int = 0, salt: str = "", arrival_s: float | None = None, client: str = "",
+        bundle: str = "",
     ) -> Job:  # fmt: skip
         """Encode and check. Raises RequestError. The ids made here are the engine's own: no client's name enters.
 
-        tokens   the prompt's ids, if it has been encoded already.       turn   see Request.
+        tokens   the prompt's ids, if it has been encoded already.       client, bundle   see Request.
         """
         arrival_s = time.perf_counter() if arrival_s is None else arrival_s
         params = checked_params(params)
@@ -102,12 +103,13 @@ class FrontEnd:
             )
         number = f"{next(self._numbers):x}"
         eos = self.card.eos_ids
-        first = Request(number, tokens, params, eos, priority, salt, None, arrival_s, turn)
+        first = Request(number, tokens, params, eos, priority, salt, None, arrival_s, client, bundle)
         first.check(self.card.num_logits, self.card.max_length)
         requests = [first]
         for index in range(1, params.n):
             own = dataclasses.replace(params, seed=sibling_seed(params.seed, index), prompt_logprobs=None)
-            requests.append(Request(f"{number}.{index}", tokens, own, eos, priority, salt, number, arrival_s, turn))
+            name = f"{number}.{index}"
+            requests.append(Request(name, tokens, own, eos, priority, salt, number, arrival_s, client, bundle))
         return Job(number, text, tokens, requests)
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:

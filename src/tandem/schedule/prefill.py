@@ -1,10 +1,10 @@
 """The prefill chunks of a step: how the tokens that decodes leave over are shared. It holds the fairness rule.
 
-1. The *first in line* (most important, then oldest, of those that prefill or wait) is promised half of what the
-   decodes leave. So every prompt gets to the front and then finishes. Of the many prompts of one client's request
-   each is as old as the later request whose turn it is (Request.turn).
+1. The *first in line* (most important, then the one whose turn came first, of those that prefill or wait) is promised
+   half of what the decodes leave. So every prompt gets to the front and then finishes. Clients take turns (turns.py).
 2. The rest goes to those with a shorter prompt left than the first in line has, the shortest first (under "priority":
-   within the same importance). So a short prompt passes a long one within a few steps.
+   within the same importance); of those that wait only if their client's turn has come. So a short prompt passes a long
+   one within a few steps.
 3. What they leave goes to the first in line, and only then to the others. So equal prompts are not split, which would
    end all of them later and none sooner, and a whole prompt is attended faster than one in two parts.
 4. If the first in line waits for blocks, shorter ones that fit may overtake it, MAX_OVERTAKES times; then nobody
@@ -35,7 +35,7 @@ def plan_prefills(running: Running, draft: Draft, budget: int) -> None:
     others = sorted((p for p in running.prefilling if p is not head and _is_ready(p)), key=_size)
     rest = budget
     if head is not None:
-        mine = (head.key[0], head.remaining)
+        mine = (head.importance, head.remaining)
         shorter = [p for p in others if _size(p)[:2] < mine]
         others = others[len(shorter) :]
         promised = min(head.remaining, (budget + 1) // 2)
@@ -56,9 +56,11 @@ def _share(running: Running, draft: Draft, takers: Iterator[Progress], budget: i
 
 def _first_in_line(running: Running, draft: Draft) -> Progress | None:
     """Whoever is promised a share; admitted if it waits and there is room."""
-    head = min((p for p in running.prefilling if _is_ready(p)), key=_key, default=None)
+    head = min((p for p in running.prefilling if _is_ready(p)), key=_rank, default=None)
     first = running.waiting.first()
-    if first is not None and (head is None or first.key < head.key):
+    if first is not None:
+        running.call(first)
+    if first is not None and (head is None or first.rank < head.rank):
         if not running.free_rows:
             draft.held = "rows"
         elif running.admit(first, draft):
@@ -95,11 +97,11 @@ class _Door:
 def _shortest_first(others: list[Progress], door: _Door, below: tuple[int, int] | None = None) -> Iterator[Progress]:
     """Others and those whom the door lets in, by size; below: of these only who is under it (importance, tokens)."""
     for progress in others:
-        while (joiner := door.next) is not None and (joiner.key[0], joiner.size) < _size(progress)[:2]:
+        while (joiner := door.next) is not None and (joiner.importance, joiner.size) < _size(progress)[:2]:
             if door.admit(joiner):
                 yield joiner
         yield progress
-    while (joiner := door.next) is not None and (below is None or (joiner.key[0], joiner.size) < below):
+    while (joiner := door.next) is not None and (below is None or (joiner.importance, joiner.size) < below):
         if door.admit(joiner):
             yield joiner
 
@@ -154,9 +156,9 @@ def _is_ready(progress: Progress) -> bool:
     )
 
 
-def _key(progress: Progress) -> tuple[int, int]:
-    return progress.key
+def _rank(progress: Progress) -> tuple[int, int]:
+    return progress.rank
 
 
 def _size(progress: Progress) -> tuple[int, int, int]:
-    return progress.key[0], progress.remaining, progress.number
+    return progress.importance, progress.remaining, progress.place

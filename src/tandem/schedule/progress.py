@@ -12,7 +12,6 @@ from tandem.request import Request
 from tandem.schedule.lockstep import STILL, Beat
 
 log = logging.getLogger("tandem.schedule")
-NUMBER_BITS = 48
 
 
 class Status(IntEnum):
@@ -36,7 +35,9 @@ class Status(IntEnum):
 class Progress:
     """Counters of one request. Positions: computed (planned) ≤ known (len(tokens)) + owed.
 
-    key         importance, and place in line: by turn, then by arrival (number).
+    number      in the order of arrival.       importance   smaller is more important.
+    place       when its turn came, or it was let in before; 0: not yet. Kept when it has to leave.
+    turn, weight, returns   where it stands while it waits; see turns.py.
     limit       length of prompt and output at which it ends.
     offset      computed, less the step of the beat that it follows: in lockstep, or STILL (lockstep.py).
     due_step    the step at which a block or the end needs care, if it is in lockstep; else -1.
@@ -49,21 +50,22 @@ class Progress:
     """
 
     __slots__ = (
-        "arrived", "beat", "cached", "chain", "code", "due_step", "error", "id", "key", "last_step", "limit", "mask",
-        "new_blocks", "num_overtakes", "num_preemptions", "number", "offset", "plain", "prompt_length", "prompt_sent",
-        "prompt_step", "request", "row", "siblings", "size", "spoke", "stamp", "status", "stops", "table", "tokens",
-        "tried_blocks", "tried_reserve",
+        "arrived", "beat", "cached", "chain", "code", "due_step", "error", "id", "importance", "last_step", "limit",
+        "mask", "new_blocks", "num_overtakes", "num_preemptions", "number", "offset", "place", "plain", "prompt_length",
+        "prompt_sent", "prompt_step", "request", "returns", "row", "siblings", "size", "spoke", "stamp", "status",
+        "stops", "table", "tokens", "tried_blocks", "tried_reserve", "turn", "weight",
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, mask: Mask | None, chain: Chain, key: tuple[int, int], number: int, limit: int
+        self, request: Request, mask: Mask | None, chain: Chain, importance: int, number: int, limit: int
     ) -> None:
         params = request.params
         self.request = request
         self.id = request.id
-        importance, turn = key
-        self.key = (importance, turn << NUMBER_BITS | number)
+        self.importance = importance
         self.number = number
+        self.place = self.turn = self.weight = 0
+        self.returns = False
         self.mask = mask
         self.chain = chain
         self.limit = limit
@@ -106,6 +108,11 @@ class Progress:
     def follow(self, beat: Beat) -> None:
         """Move with this beat from now on."""
         self.offset, self.beat, self.due_step = self.computed - beat.step, beat, -1
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller is before others. Of those who have a place."""
+        return self.importance, self.place
 
     @property
     def known(self) -> Sequence[int]:

@@ -34,6 +34,7 @@ class Running:
         self.preempted: list[str] = []
         self.free_rows = list(range(num_rows))
         self.num_ending = self.num_parked = self.num_preemptions = 0
+        self._num_places = 0
         self._stale, self._is_mustered = False, True
 
     @property
@@ -72,6 +73,7 @@ class Running:
             first.siblings.append(progress)
             self.num_parked += 1
         else:
+            progress.turn = 0 if first is None else first.turn
             self.waiting.push(progress, progress.prompt_length if first is None else 1)
         self.requests[progress.id] = progress
 
@@ -81,8 +83,15 @@ class Running:
         for sibling in progress.siblings:
             if sibling.status is Status.PARKED:
                 self.num_parked -= 1
+                sibling.turn = progress.turn
                 self.waiting.push(sibling, size)
         progress.siblings.clear()
+
+    def call(self, progress: Progress) -> None:
+        """Its turn has come, or it is let in before that: its place is behind all who have one."""
+        if not progress.place:
+            self._num_places += 1
+            progress.place = self._num_places
 
     def admit(self, progress: Progress, draft: Draft) -> bool:
         """Give a waiting request a row and all blocks that its known tokens need; False: too few blocks.
@@ -101,7 +110,8 @@ class Running:
             progress.tried_blocks, progress.tried_reserve = available, reserve
             return False
         progress.tried_blocks, progress.tried_reserve = -1, 0
-        self.waiting.remove(progress)
+        self.waiting.take(progress)
+        self.call(progress)
         progress.tokens = progress.tokens or list(progress.request.prompt)
         progress.table = table
         progress.new_blocks = table.blocks[:]
@@ -134,7 +144,7 @@ class Running:
         return table
 
     def extend(self, progress: Progress, draft: Draft) -> bool:
-        """Give a decoding request its next block, preempting the least important newest if there is none.
+        """Give a decoding request its next block, preempting the least important latest if there is none.
 
         False: it must sit out this step, because blocks are on their way home, or because it lost its own. Only one
         victim is awaited at a time, and none while blocks come home anyway, so no more than needed are preempted.
@@ -163,7 +173,7 @@ class Running:
 
     def _least_important(self) -> Progress:
         running = (*self.decoding, *self.prefilling)
-        return max((p for p in running if p.status in (Status.DECODE, Status.PREFILL)), key=_key)
+        return max((p for p in running if p.status in (Status.DECODE, Status.PREFILL)), key=_rank)
 
     def preempt(self, progress: Progress) -> None:
         """Take row and blocks away; it waits again, with all that it knows, and will be computed anew."""
@@ -303,8 +313,8 @@ class Running:
         assert by_status[Status.LEAVING] == sum(p.status is Status.LEAVING for p in self.leaving)
 
 
-def _key(progress: Progress) -> tuple[int, int]:
-    return progress.key
+def _rank(progress: Progress) -> tuple[int, int]:
+    return progress.rank
 
 
 def _is_sibling(one: Progress, other: Progress) -> bool:

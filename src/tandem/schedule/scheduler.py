@@ -54,7 +54,8 @@ class Scheduler:
     num_blocks, block_size  the KV pool.            num_rows     most requests in a step.
     max_batch_tokens        most tokens in a step, at least num_rows.
     max_length              longest prompt plus answer; max_tokens None means up to it, or to what the pool holds.
-    policy                  "fcfs", or "priority": smaller Request.priority first, then arrival.
+    policy                  "fcfs", or "priority": smaller Request.priority first. Then clients and their bundles take
+                            turns, and within a bundle arrival counts (turns.py).
     max_waiting             most requests that may wait; more are refused with code "queue_full".
     target_step_s           seconds that a step with decodes should take: prompts' chunks follow; 0: no such target.
 
@@ -94,7 +95,6 @@ class Scheduler:
         self._flights: deque[Flight] = deque()
         self._last_crew: Crew | None = None
         self._num_added = 0
-        self._num_turns = 0
 
     def add(self, request: Request, mask: Mask | None = None) -> None:
         """Take a request in. Raises RequestError if it can never run or the queue is full; nothing is kept then."""
@@ -107,13 +107,10 @@ class Scheduler:
                 code="queue_full",
                 hint="try again later.",
             )
-        key = checked_priority(request.priority) if self._by_priority else 0
+        importance = checked_priority(request.priority) if self._by_priority else 0
         chain = self.ledger.chain(request.salt)
-        # One client's many answers do not stand in line before those who come later: the k-th lets k of them pass.
-        turn = self._num_turns + request.turn
-        self._running.enter(Progress(request, mask, chain, (key, turn), self._num_added + 1, limit))
+        self._running.enter(Progress(request, mask, chain, importance, self._num_added + 1, limit))
         self._num_added += 1
-        self._num_turns += request.turn == 0 and request.fork_of is None
 
     def _limit(self, request: Request) -> int:
         """The length of prompt and answer at which the request ends."""

@@ -1,22 +1,21 @@
-"""The waiting requests: who is first in line, and who is shortest. It knows neither blocks nor budgets.
+"""The waiting requests: who is first in line, and who goes through the door next. It knows neither blocks nor budgets.
 
-Two heaps over the same requests. An entry is good while the request's stamp is the entry's, so leaving is O(1) and
-the heaps forget lazily: each operation is O(log n), whatever the number of requests that wait.
+The most important ones (smallest number) come first; among equals clients take turns (turns.py). Each operation is
+O(log n), whatever the number of requests that wait.
 """
 
 import heapq
 
 from tandem.schedule.progress import Progress, Status
-
-_Entry = tuple[int, int, int, int, Progress]
+from tandem.schedule.turns import Turns
 
 
 class WaitingQueue:
-    """Smaller keys are first in line. The shortest is the one with the fewest tokens, within the same importance."""
+    """Who has been made to leave returns before those who have not been in yet, of the same importance."""
 
     def __init__(self) -> None:
-        self._line: list[_Entry] = []
-        self._sizes: list[_Entry] = []
+        self._turns: dict[int, Turns] = {}
+        self._importances: list[int] = []
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -27,49 +26,56 @@ class WaitingQueue:
         progress.status = Status.WAITING
         progress.stamp += 1
         progress.size = num_tokens
-        importance, number = progress.key
-        try:
-            heapq.heappush(self._line, (importance, number, 0, progress.stamp, progress))
-            heapq.heappush(self._sizes, (importance, num_tokens, number, progress.stamp, progress))
-        except BaseException:  # a key that cannot be compared stays in the heap, and would fail those who come later
-            progress.stamp += 1
-            self._line, self._sizes = _sweep(self._line), _sweep(self._sizes)
-            raise
+        progress.returns = progress.place > 0
+        turns = self._turns.get(progress.importance)
+        if turns is not None:
+            turns.push(progress, num_tokens)
+        else:
+            turns = Turns()
+            turns.push(progress, num_tokens)
+            heapq.heappush(self._importances, progress.importance)
+            self._turns[progress.importance] = turns
         self._num_waiting += 1
 
     def remove(self, progress: Progress) -> None:
+        """It has ended."""
+        self._leave(progress, served=False)
+
+    def take(self, progress: Progress) -> None:
+        """It has been let in, in its client's turn."""
+        self._leave(progress, served=True)
+
+    def _leave(self, progress: Progress, *, served: bool) -> None:
         progress.stamp += 1
         self._num_waiting -= 1
-        limit = 2 * self._num_waiting + 64
-        if len(self._line) > limit:
-            self._line = _sweep(self._line)
-        if len(self._sizes) > limit:
-            self._sizes = _sweep(self._sizes)
+        turns = self._turns[progress.importance]
+        turns.leave(progress, served=served)
+        if not turns.num:
+            del self._turns[progress.importance]
+            if len(self._importances) > 2 * len(self._turns) + 64:
+                self._importances = sorted(self._turns)
 
     def first(self) -> Progress | None:
-        return _top(self._line)
+        """Whose turn it is."""
+        turns = self._most_important()
+        return None if turns is None else turns.first()
 
     def shortest(self) -> Progress | None:
-        return _top(self._sizes)
+        """The shortest of those who may come in by now; see turns.Line for what is short."""
+        turns = self._most_important()
+        return None if turns is None else turns.shortest()
+
+    def _most_important(self) -> Turns | None:
+        while self._importances:
+            turns = self._turns.get(self._importances[0])
+            if turns is not None:
+                return turns
+            heapq.heappop(self._importances)
+        return None
 
     def check(self) -> None:
-        for heap in (self._line, self._sizes):
-            good = [entry[4] for entry in heap if entry[3] == entry[4].stamp]
-            assert len(good) == len(set(good)) == self._num_waiting, "the queue has lost count"
-            assert all(progress.status is Status.WAITING for progress in good)
-            assert len(heap) <= 2 * self._num_waiting + 64, "the queue keeps what has left it"
-
-
-def _top(heap: list[_Entry]) -> Progress | None:
-    while heap:
-        entry = heap[0]
-        if entry[3] == entry[4].stamp:
-            return entry[4]
-        heapq.heappop(heap)
-    return None
-
-
-def _sweep(heap: list[_Entry]) -> list[_Entry]:
-    kept = [entry for entry in heap if entry[3] == entry[4].stamp]
-    heapq.heapify(kept)
-    return kept
+        found = [progress for turns in self._turns.values() for progress in turns.check()]
+        assert len(found) == len(set(found)) == self._num_waiting, "the queue has lost count"
+        assert all(progress.status is Status.WAITING for progress in found)
+        assert set(self._turns) <= set(self._importances)
+        assert len(self._importances) <= 2 * len(self._turns) + 65, "the queue keeps what has left it"

@@ -52,7 +52,7 @@ class Limits:
     max_n: int = 16
     max_prompts: int = 256
     deadline_s: float = 3600.0
-    max_answers: int = 512
+    max_answers: int = 256
     max_answer_logprobs: int = 1 << 20
 
 

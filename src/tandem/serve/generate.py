@@ -22,6 +22,7 @@ from tandem.serve.conversation import understood
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
+from tandem.serve.guard import client_of
 from tandem.serve.refusals import MAX_VALUES, check_count
 from tandem.serve.reply import Ask, Reply, Show
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
@@ -203,13 +204,16 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
     _fit_logprobs(job, [len(ids) for ids in tokens], engine.card.max_length, service.limits)
     service.bodies.release(request.scope)
     with ExitStack() as stack:
-        stack.enter_context(service.admitted(num_answers, sum(map(len, tokens)) * job.params.n))
+        client = client_of(request.scope)
+        bundle = stack.enter_context(service.admitted(client, num_answers, sum(map(len, tokens)) * job.params.n))
         asks: list[Ask] = []
         stack.callback(_abort, asks)
         for i, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
             submitted_s, num = time.perf_counter(), job.params.n
             salt = body.cache_salt or ""
-            stream = await engine.submit(ids, job.params, priority=body.priority or 0, salt=salt, turn=i * num)
+            stream = await engine.submit(
+                ids, job.params, priority=body.priority or 0, salt=salt, client=client, bundle=bundle
+            )
             echoed = _echoed(service, prompt) if job.echo else ""
             asks.append(Ask(stream, num, i * num, echoed, job.params, isinstance(prompt, str), job.is_silent))
             journey.add(submitted_s, stream.id, num)
@@ -249,7 +253,7 @@ def _checked_answers(job: Job, limits: Limits) -> int:
     if num_prompts * n > limits.max_answers:
         raise RequestError(
             f"{num_prompts} prompts with n = {n} ask for {num_prompts * n} answers; the limit is {limits.max_answers}.",
-            param="n" if n > 1 else "prompt", hint="send several requests.",
+            param="n" if n > 1 else "prompt", hint="send several requests, each when the one before it is answered.",
         )  # fmt: skip
     return num_prompts * n
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.errors import SettingError
 from tandem.serve.failure import HttpError, response_of
 
+CLIENT = "tandem.client"
 OPEN_PATHS = ("/health", "/")
 HOST = re.compile(r"(?:\[(?P<address>[^\[\]@/]*)\]|(?P<name>[^\[\]:@/?#]*))(?::[0-9]*)?")
 OPEN_FOLDER = "/page/"
@@ -62,18 +63,37 @@ class KeyGuard:
         headers = HTTPConnection(scope).headers
         scheme, _, key = headers.get("authorization", "").partition(" ")
         shown = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not self.knows(shown):
+        number = self.number_of(shown)
+        if number is None:
             what = "the API key is wrong." if shown else "an API key is needed."
             error = HttpError(what, code="invalid_api_key", hint="send it as Authorization: Bearer KEY.")
             error.headers["WWW-Authenticate"] = "Bearer"
             await response_of(error)(scope, receive, send)
             return
+        scope[CLIENT] = f"key {number}"
         await self.app(scope, receive, send)
 
-    def knows(self, key: str) -> bool:
-        """key: as a header gives it, each byte a character. Those of other letters than English are sent as UTF-8."""
+    def number_of(self, key: str) -> int | None:
+        """Which of the keys it is; None: none of them.
+
+        key   as a header gives it, each byte a character. Those of other letters than English are sent as UTF-8.
+        """
         digest = hashlib.sha256(key.encode("latin-1", "replace")).digest()
-        return any([hmac.compare_digest(digest, known) for known in self._digests])
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return found.index(True) if any(found) else None
+
+
+def client_of(scope: Scope) -> str:
+    """Who asks: the API key by its number, or else the address; of IPv6 the first half, which is one site's."""
+    if CLIENT in scope:
+        return str(scope[CLIENT])
+    host = (scope.get("client") or ("",))[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return str(host)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def is_local_name(name: str) -> bool:

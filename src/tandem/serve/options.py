@@ -65,7 +65,17 @@ class ServeOptions:
     )
     max_n: int = _option(16, "limits", "most answers to one prompt", low=1, high=128)
     max_prompts: int = _option(256, "limits", "most prompts in one completion request", low=1)
-    max_answers: int = _option(512, "limits", "most answers to one request, prompts times n", low=1)
+    max_answers: int | None = _option(
+        None, "limits", "most answers to one request, prompts times n (default: a quarter of --max-requests)", low=1
+    )
+    client_reserve: float = _option(
+        0.125,
+        "limits",
+        "share of --max-requests and --max-queued-tokens that is kept for clients (API keys, or else addresses) which "
+        "hold no more than that share",
+        low=0.0,
+        high=1.0,
+    )
     max_answer_logprobs: int = _option(
         1 << 20, "limits", "most log-probabilities in one answer that is not streamed, alternatives among them", low=1
     )
@@ -108,9 +118,10 @@ class ServeOptions:
 
     @property
     def limits(self) -> Limits:
-        return Limits(
-            self.max_body, self.max_n, self.max_prompts, self.max_time, self.max_answers, self.max_answer_logprobs
-        )
+        most = self.max_answers
+        if most is None:
+            most = Limits().max_answers if self.max_requests is None else max(self.max_n, self.max_requests // 4)
+        return Limits(self.max_body, self.max_n, self.max_prompts, self.max_time, most, self.max_answer_logprobs)
 
     @property
     def bodies(self) -> Bodies:
@@ -118,4 +129,4 @@ class ServeOptions:
 
     @property
     def queue(self) -> QueueLimits:
-        return QueueLimits(self.max_requests, self.max_queued_tokens, self.queue_timeout)
+        return QueueLimits(self.max_requests, self.max_queued_tokens, self.queue_timeout, self.client_reserve)

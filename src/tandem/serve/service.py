@@ -34,11 +34,21 @@ class QueueLimits:
 
     requests   in the server at once; one with several answers counts as so many.
     tokens     of their prompts, counted for each answer.
+    reserve    the share of both that is kept for clients which hold no more than that share.
     """
 
     requests: int | None = 1024
     tokens: int | None = None
     wait_s: float | None = None
+    reserve: float = 0.125
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one client has in the server: answers that are being made, and tokens of their prompts."""
+
+    answers: int = 0
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -59,6 +69,8 @@ class Service:
     num_requests: int = 0
     num_answers: int = 0
     num_tokens: int = 0
+    num_bundles: int = 0
+    clients: dict[str, Holding] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(END_KINDS, 0)))
     streams: set[AsyncStream] = field(default_factory=set)
     journeys: Journeys = field(default_factory=Journeys)
@@ -107,33 +119,47 @@ class Service:
             )
 
     @contextlib.contextmanager
-    def admitted(self, num_answers: int, num_tokens: int) -> Iterator[None]:
+    def admitted(self, client: str, num_answers: int, num_tokens: int) -> Iterator[str]:
         """Count one request in for as long as it is answered. Raises 429 over a limit; one that is alone has room.
 
-        num_tokens   prompt tokens, of each answer.
+        client       who asks; see guard.client_of.      num_tokens   prompt tokens, of each answer.
+        Gives the name of its bundle; see request.Request.
         """
-        most = self.queue.requests
-        if most is not None and self.num_answers and self.num_answers + num_answers > most:
-            raise HttpError(
-                f"{self.num_answers} answers are being made in the server, and with {num_answers} more the limit of "
-                f"{most} would be passed.",
-                code="queue_full", hint="try again later.", Retry_After="1",
-            )  # fmt: skip
-        if self.queue.tokens is not None and self.num_requests and self.num_tokens + num_tokens > self.queue.tokens:
-            raise HttpError(
-                f"{self.num_tokens} prompt tokens are in the server, and with these {num_tokens} more the limit of "
-                f"{self.queue.tokens} would be passed.",
-                code="queue_full", hint="try again later.", Retry_After="1",
-            )  # fmt: skip
-        self.num_requests += 1
+        held = self.clients.get(client) or Holding()
+        if self.num_requests:
+            self._check_room("answers", self.queue.requests, self.num_answers, held.answers, num_answers)
+            self._check_room("prompt tokens", self.queue.tokens, self.num_tokens, held.tokens, num_tokens)
+        self.clients[client] = held
+        self._hold(held, 1, num_answers, num_tokens)
+        self.num_bundles += 1
+        try:
+            yield f"{self.num_bundles:x}"
+        finally:
+            self._hold(held, -1, -num_answers, -num_tokens)
+            if not held.answers:
+                del self.clients[client]
+
+    def _hold(self, held: Holding, num_requests: int, num_answers: int, num_tokens: int) -> None:
+        self.num_requests += num_requests
         self.num_answers += num_answers
         self.num_tokens += num_tokens
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
-            self.num_answers -= num_answers
-            self.num_tokens -= num_tokens
+        held.answers += num_answers
+        held.tokens += num_tokens
+
+    def _check_room(self, what: str, limit: int | None, in_all: int, held: int, more: int) -> None:
+        """The last part of a limit is kept for clients with little. Raises 429."""
+        if limit is None or in_all + more <= limit - (reserve := int(limit * self.queue.reserve)):
+            return
+        if in_all + more <= limit and held + more <= reserve:
+            return
+        now = f"{in_all} {what} are in the server, {held} of them this client's, and with {more} more the limit of "
+        if in_all + more > limit:
+            told = f"{now}{limit} would be passed."
+        else:
+            told = (
+                f"{now}{limit - reserve} would be passed; {reserve} are kept for clients that hold no more than that."
+            )
+        raise HttpError(told, code="queue_full", hint="try again later.", Retry_After="1")
 
     def updates(self, asks: Sequence[Ask], deadline_s: float | None = None, naming: str | None = None) -> Updates:
         """All updates of all asks as they come, past the meter and the taps; see Updates.
@@ -171,6 +197,7 @@ class Service:
             "requests": self.num_requests,
             "answers": self.num_answers,
             "prompt_tokens": self.num_tokens,
+            "clients": len(self.clients),
             "draining": self.draining,
             "ended": dict(self.ended),
             "bodies": self.bodies.statistics(),
