@@ -54,6 +54,9 @@ class Settings:
     policy: str = _setting("fcfs", "batching", "who goes first", choices=("fcfs", "priority"))
     prefix_cache: bool = _setting(True, "batching", "reuse the KV cache of equal prompt beginnings")
     max_waiting: int = _setting(65536, "batching", "most requests that may wait; more are refused", low=1)
+    max_new_grammars: int = _setting(
+        128, "batching", "most new grammars in line to be compiled; a request with one more is refused", low=1
+    )
 
     kv_cache_memory: int | None = _setting(
         None, "memory", "bytes for the KV cache, as 4GiB or 500MB; default: what is free", unit="bytes", low=1

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 from engine_fakes import FakePlanner, FakeRunner, made_up
@@ -10,7 +10,7 @@ from engine_fakes import FakePlanner, FakeRunner, made_up
 from tandem.engine.contract import Abort, Add, Call, Close
 from tandem.engine.loop import Errand, Loop
 from tandem.engine.mailbox import LocalMailbox
-from tandem.errors import EngineDeadError, TandemError
+from tandem.errors import EngineDeadError, RequestError, TandemError
 from tandem.observer import Observer
 from tandem.request import Constraint, Request, SamplingParams
 
@@ -228,82 +228,120 @@ def test_a_call_that_fails_or_is_unknown_answers_with_an_error() -> None:
     assert loop.error is None
 
 
+class Compiler:
+    """compile_mask of a loop: asked, and answered when told to."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Future] = {}
+        self._texts: dict[str, str] = {}
+
+    def __call__(self, request: Request) -> Future:
+        text = request.params.constraint.text
+        if text == "refused":
+            raise RequestError("refused at once.", code="unsupported_value")
+        self._texts[request.id] = text
+        return self.asked.setdefault(request.id, Future())
+
+    def answer(self) -> None:
+        for request, future in self.asked.items():
+            if self._texts[request] == "bad" and not future.done():
+                future.set_exception(ValueError("no such grammar"))
+            elif not future.done():
+                future.set_result(AnyMask())
+
+    @property
+    def left(self) -> set[str]:
+        return {request for request, future in self.asked.items() if future.cancelled()}
+
+
+class AnyMask:
+    def allowed(self) -> bytes:
+        return b""
+
+    def accept(self, tokens) -> None: ...
+
+
+def bound(name: str, text: str, max_tokens: int = 3) -> Add:
+    return ask(name, [5], max_tokens, constraint=Constraint("regex", text))
+
+
 def test_grammars_are_compiled_beside_the_loop() -> None:
-    release = threading.Event()
-
-    class AnyMask:
-        def allowed(self) -> bytes:
-            return b""
-
-        def accept(self, tokens) -> None: ...
-
-    def compile_mask(request: Request, turn: object) -> AnyMask:
-        release.wait(5)
-        if request.params.constraint.text == "bad":
-            raise ValueError("no such grammar")
-        return AnyMask()
-
-    loop, collector, mailbox = make(compile_mask=compile_mask)
-    for name, text in (("g", "good"), ("bad", "bad"), ("gone", "good")):
-        mailbox.put(ask(name, [5], 3, constraint=Constraint("regex", text)))
+    compiler = Compiler()
+    loop, collector, mailbox = make(compile_mask=compiler)
+    for name, text in (("g", "good"), ("bad", "bad"), ("gone", "good"), ("refused", "refused"), ("last", "other")):
+        mailbox.put(bound(name, text))
     mailbox.put(ask("plain", [6], 3))
     for _ in range(6):
         loop.turn()
-    assert collector.finish == {"plain": "length"} and not loop.idle
+    assert collector.finish == {"plain": "length", "refused": "error"} and not loop.idle
+    assert collector.errors["refused"] == ("refused at once.", "unsupported_value")
     loop._reported_s = 0.0
     loop._rest()
-    assert mailbox.statistics["compiling"] == 3, "told of while nothing else happens"
+    assert mailbox.statistics["compiling"] == 4, "told of while nothing else happens"
     mailbox.put(Abort("gone"))
+    mailbox.put(Abort("last"))
     loop.turn()
-    release.set()
-    deadline_s = time.perf_counter() + 5
-    while not loop.idle and time.perf_counter() < deadline_s:
-        loop.turn()
-    assert collector.finish == {"plain": "length", "g": "length", "bad": "error", "gone": "abort"}
+    assert compiler.left == {"last"} and collector.finish.pop("last") == "abort"
+    mailbox.put(bound("last", "good"))  # the same name again
+    loop.turn()
+    compiler.asked.pop("last")
+    compiler.answer()
+    loop.turn()
+    compiler.answer()
+    turn_until_idle(loop)
+    assert collector.finish == {"refused": "error", "plain": "length", "g": "length", "bad": "error", "gone": "abort",
+                                "last": "length"}  # fmt: skip
     loop.close()
 
 
-def test_a_grammar_that_many_wait_for_takes_one_thread_and_fails_for_all() -> None:
-    release, started = threading.Event(), list[str]()
-
-    class AnyMask:
-        def allowed(self) -> bytes:
-            return b""
-
-        def accept(self, tokens) -> None: ...
-
-    def compile_mask(request: Request, turn: object) -> AnyMask:
-        started.append(request.id)
-        release.wait(5)
-        if request.params.constraint.text == "bad":
-            raise ValueError("no such grammar")
-        return AnyMask()
-
-    loop, collector, mailbox = make(compile_mask=compile_mask)
+def test_a_grammar_that_many_wait_for_is_compiled_once_and_fails_for_all() -> None:
+    compiler = Compiler()
+    loop, collector, mailbox = make(compile_mask=compiler)
     for text in ("bad", "good"):
         for number in range(20):
-            mailbox.put(ask(f"{text}{number}", [5], 2, constraint=Constraint("regex", text)))
+            mailbox.put(bound(f"{text}{number}", text, 2))
     loop.turn()
-    assert wait_for(lambda: sorted(started) == ["bad0", "good0"])
+    assert set(compiler.asked) == {"bad0", "good0"}
     for name in ("good0", "good3", "bad0", "bad7"):  # whoever is first may leave: the next one goes on with it
         mailbox.put(Abort(name))
     loop.turn()
-    assert wait_for(lambda: sorted(started) == ["bad0", "bad1", "good0", "good1"])
-    release.set()
-    deadline_s = time.perf_counter() + 5
-    while not loop.idle and time.perf_counter() < deadline_s:
+    assert set(compiler.asked) == {"bad0", "bad1", "good0", "good1"} and compiler.left == {"bad0", "good0"}
+    while not loop.idle:
+        compiler.answer()
         loop.turn()
     left = {"good0", "good3", "bad0", "bad7"}
     kinds = {"good": "length", "bad": "error"}
     assert collector.finish == {
         f"{text}{n}": "abort" if f"{text}{n}" in left else kinds[text] for text in kinds for n in range(20)
     }
-    assert sum(name.startswith("bad") for name in started) == 2, "an error is an error for all"
+    assert sum(name.startswith("bad") for name in compiler.asked) == 2, "an error is an error for all"
     loop.close()
 
 
-def wait_for(true: Callable[[], bool], seconds: float = 5.0) -> bool:
-    deadline_s = time.perf_counter() + seconds
-    while not true() and time.perf_counter() < deadline_s:
-        time.sleep(0.005)
-    return true()
+def test_a_mask_that_never_comes_is_waited_for_no_longer_than_told(monkeypatch) -> None:
+    compiler = Compiler()
+    loop, collector, mailbox = make(compile_mask=compiler)
+    monkeypatch.setattr("tandem.engine.admission.MAX_WAIT_S", 0.05)
+    for name, text in (("first", "same"), ("second", "same")):
+        mailbox.put(bound(name, text))
+    loop.turn()
+    monkeypatch.setattr("tandem.engine.admission.MAX_WAIT_S", 60.0)
+    mailbox.put(bound("third", "same"))
+    loop.turn()
+    time.sleep(0.06)
+    loop.turn()
+    assert collector.finish == {"first": "error", "second": "error"} and compiler.left == {"first", "second"}
+    assert collector.errors["first"][1] == "overloaded" and "hint: try again" in collector.errors["first"][0]
+    compiler.answer()
+    turn_until_idle(loop)
+    assert collector.finish["third"] == "length"
+    loop.close()
+
+
+def test_a_loop_that_closes_leaves_its_grammars() -> None:
+    compiler = Compiler()
+    loop, collector, mailbox = make(compile_mask=compiler)
+    mailbox.put(bound("waits", "same"))
+    loop.turn()
+    loop.close()
+    assert compiler.left == {"waits"} and collector.finish == {"waits": "abort"}

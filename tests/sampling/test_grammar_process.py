@@ -1,10 +1,12 @@
 """The processes that compile and follow grammars: limits, turns, losses, ends."""
 
+import os
 import queue
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -21,113 +23,166 @@ from grammar_drive import (
 from tandem.errors import GrammarError, RequestError
 from tandem.request import Constraint
 from tandem.sampling import grammar, grammar_process
-from tandem.sampling.grammar import GrammarLimits, compile_constraint
+from tandem.sampling.grammar import GrammarLimits, GrammarMask, compile_later
 from tandem.sampling.grammar_worker import Worker
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def test_c26_compile_time_is_bounded(monkeypatch):
-    """What hangs in compiling is ended, and whoever compiles beside it or behind it is none the wiser."""
-    hang = "from tandem.sampling.grammar_follow import Follower; import time; do = Follower.compile; "
-    hang += "Follower.compile = lambda *what: time.sleep(60) if what[3] == 'hang' else do(*what); "
-    monkeypatch.setattr(grammar_process, "BOOTSTRAP", hang + grammar_process.BOOTSTRAP)
-    grammar.close()
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            hanging = threads.submit(compiled, "regex", "hang", compile_s=0.5)
-            time.sleep(0.2)
-            [first] = (process for process in grammar.processes() if process.name == "try")
-            assert accepts(compiled("regex", "beside"), "beside")
-            with pytest.raises(RequestError, match=r"longer than 0\.5 s"):
-                hanging.result(10)
-        deadline_s = time.perf_counter() + 2
-        while not first.is_lost or Path(f"/proc/{first.pid}").exists():
-            assert time.perf_counter() < deadline_s
-            time.sleep(0.01)
-        assert accepts(compiled("regex", "behind"), "behind")
-    finally:
-        grammar.close()
+BURN = """
+from tandem.sampling.grammar_follow import Follower
+def burn(do):
+    def compile(tokenizer, num_logits, kind, text, limits):
+        import time
+        end_s = time.process_time() + float(text.split()[1]) if text.startswith("burn") else 0.0
+        while time.process_time() < end_s:
+            pass
+        if text.startswith("sleep"):
+            time.sleep(60)
+        return do(tokenizer, num_logits, kind, text, limits)
+    return compile
+Follower.compile = burn(Follower.compile)
+"""
 
 
 @pytest.fixture
-def hanging(monkeypatch):
-    """Compiling a text that begins with "hang" takes a minute. Starts threads: (text, compile_s) → (turn, future)."""
-    hang = "from tandem.sampling.grammar_follow import Follower; import time; do = Follower.compile; "
-    hang += "Follower.compile = lambda *what: time.sleep(60) if what[3].startswith('hang') else do(*what); "
-    monkeypatch.setattr(grammar_process, "BOOTSTRAP", hang + grammar_process.BOOTSTRAP)
+def begin(monkeypatch):
+    """Compiling "burn S …" takes S s of processor time more, "sleep" a minute of none. (text, limits) → future."""
+    monkeypatch.setattr(grammar_process, "BOOTSTRAP", BURN + grammar_process.BOOTSTRAP)
     grammar.close()
-    threads = ThreadPoolExecutor(32)
 
-    def start(text: str, compile_s: float = 20.0):
-        turn, constraint = grammar.Turn(), Constraint("regex", text)
-        limits = GrammarLimits(compile_s=compile_s)
-        what = constraint, TOKENIZER_JSON, NUM_LOGITS, [EOS], limits, turn
-        return turn, threads.submit(compile_constraint, *what)
+    def start(text: str, **limits) -> Future[GrammarMask]:
+        return compile_later(Constraint("regex", text), TOKENIZER_JSON, NUM_LOGITS, [EOS], GrammarLimits(**limits))
 
+    assert start("started").result(10)
     yield start
     grammar.close()
-    threads.shutdown()
 
 
-def test_what_nobody_waits_for_is_compiled_no_longer(hanging):
+def children() -> set[int]:
+    [parent] = (process.pid for process in grammar.processes() if process.name == "try")
+    return {int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()}
+
+
+def test_c26_compile_time_is_bounded(begin):
+    """What takes too long is ended, and whoever compiles beside it or behind it is none the wiser."""
+    burning = begin("burn 60", compile_s=0.7)
+    time.sleep(0.2)
+    assert accepts(begin("beside").result(10), "beside")
+    assert not burning.done() and len(children()) >= 2
+    with pytest.raises(RequestError, match=r"longer than 0\.7 s of processor time.*\n.*simpler"):
+        burning.result(20)
+    assert accepts(begin("behind").result(10), "behind")
+    began_s = time.perf_counter()
+    with pytest.raises(RequestError, match=r"longer than 0\.7 s"):  # a refusal is remembered
+        begin("burn 60", compile_s=0.7).result(10)
+    assert time.perf_counter() - began_s < 0.3
+
+
+def test_c26_what_hangs_without_using_the_processor_is_ended(begin):
+    with pytest.raises(RequestError, match="not be compiled in time") as caught:
+        begin("sleep", compile_s=0.05).result(20)
+    assert caught.value.code == "overloaded"
+    assert accepts(begin("behind").result(10), "behind")
+
+
+def test_what_nobody_waits_for_is_compiled_no_longer(begin):
     """Those in line and those at work, unless somebody else waits for the same grammar."""
-    started = [hanging(f"hang{number % 6}") for number in range(12)]
-    time.sleep(1.2)  # one is in the slow lane by now
-    assert grammar.statistics()["trials"] == 6
-    for turn, _ in started[:6]:
-        turn.leave()
-    for _, future in started[:6]:
-        assert isinstance(future.exception(1), RequestError)
-    assert grammar.statistics()["trials"] == 6
-    for turn, _ in started[6:]:
-        turn.leave()
-    deadline_s = time.perf_counter() + 2
-    while grammar.statistics()["trials"]:
-        assert time.perf_counter() < deadline_s
-        time.sleep(0.01)
-    began_s = time.perf_counter()
-    assert accepts(compiled("regex", "cheap"), "cheap")
-    assert time.perf_counter() - began_s < 2
-
-
-def test_a_cheap_grammar_does_not_wait_behind_those_that_take_long(hanging):
-    started = [hanging(f"hang{number}") for number in range(16)]
+    started = [begin(f"burn 60 {number % 6}") for number in range(12)]
     time.sleep(0.3)
-    began_s = time.perf_counter()
-    assert accepts(compiled("regex", "cheap"), "cheap")
-    assert time.perf_counter() - began_s < 3, "16 in line, half a second each at least, and more for each process"
-    deadline_s = time.perf_counter() + 10
-    while not any(future.done() for _, future in started):  # the slow lane's line has an end
+    assert grammar.statistics()["trials"] == 12
+    burning = max(children())
+    assert all(future.cancel() for future in started[:11])
+    for future in started[:11]:
+        with pytest.raises(CancelledError):
+            future.result(0)
+    assert grammar.statistics()["trials"] == 1
+    time.sleep(0.3)
+    assert children(), "it goes on for the one who is left"
+    started[11].cancel()
+    deadline_s = time.perf_counter() + 2
+    while any(is_busy(pid) for pid in children()) or is_alive(str(burning)):
         assert time.perf_counter() < deadline_s
         time.sleep(0.01)
-    [error] = {str(future.exception()) for _, future in started if future.done()}
-    assert "in line before this one" in error
-    for turn, _ in started:
-        turn.leave()
+    assert grammar.statistics()["trials"] == 0
+    assert accepts(begin("cheap").result(2), "cheap")
 
 
-def test_a_refusal_is_remembered(hanging):
-    for _ in range(2):
-        began_s = time.perf_counter()
-        _, future = hanging("hang", compile_s=1.0)
-        with pytest.raises(RequestError, match="takes longer than 1 s"):
-            future.result(10)
-        took_s = time.perf_counter() - began_s
-    assert took_s < 0.2
+def test_a_cheap_grammar_waits_for_first_slices_only(begin):
+    """48 that take long, for ever: whoever is refused is followed by another one."""
+    numbers, stop = iter(range(10**6)), threading.Event()
 
+    def attack(_: object = None) -> None:
+        if not stop.is_set():
+            begin(f"burn 60 {next(numbers)}").add_done_callback(lambda _: threads.submit(attack))
 
-def test_a_first_mask_that_does_not_come_is_no_lost_process(monkeypatch):
-    deaf = "from tandem.sampling.grammar_worker import Worker; Worker._on_follow = lambda *what: None; "
-    monkeypatch.setattr(grammar_process, "BOOTSTRAP", deaf + grammar_process.BOOTSTRAP)
-    grammar.close()
-    try:
-        with pytest.raises(RequestError, match=r"not there within 0\.5 s") as caught:
-            compiled("regex", "a", compile_s=0.5)
-        assert caught.value.code == "overloaded"
-        assert not any(process.is_lost for process in grammar.processes())
-    finally:
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(48):
+            attack()
+        time.sleep(0.5)
+        took_s = []
+        for number in range(4):
+            began_s = time.perf_counter()
+            assert accepts(begin(f"cheap {number}").result(20), f"cheap {number}")
+            took_s.append(time.perf_counter() - began_s)
+        known_s = time.perf_counter()
+        assert accepts(begin("cheap 0").result(5), "cheap 0")
+        known_s = time.perf_counter() - known_s
+        stop.set()
         grammar.close()
+    assert min(took_s) < 2, f"48 slices of 10 ms, and a few ms for each child: {took_s}"
+    assert known_s < 1, "a grammar that is known stands in no line"
+
+
+def test_lines_are_bounded_and_say_so(begin):
+    """Beyond the first line's limit a request is refused at once; so is one beyond those that take long."""
+    started = [begin(f"burn 60 {number}", max_line=4) for number in range(12)]
+    wait(started[5:], 2)
+    refused = [future for future in started if future.done()]
+    assert len(refused) >= 12 - 1 - 4 - 2, "one at work, four in line, and what was quicker than this test"
+    assert {future.exception().code for future in refused} == {"overloaded"}
+    assert "4 new grammars are in line before this one; the limit is 4" in str(refused[0].exception())
+    assert "\nhint: try again" in str(refused[0].exception())
+    for future in started:
+        future.cancel()
+    started = [begin(f"burn 61 {number}") for number in range(80)]
+    heavy = "grammars that take long to compile are in line before this one; the limit is"
+    deadline_s = time.perf_counter() + 20
+    while not any(future.done() for future in started):
+        assert time.perf_counter() < deadline_s
+        time.sleep(0.05)
+    [late] = [future for future in started if future.done()][:1]
+    assert heavy in str(late.exception())
+    for future in started:
+        future.cancel()
+
+
+def test_what_is_in_line_holds_no_thread(begin):
+    before = threading.active_count()
+    started = [begin(f"burn 60 {number}") for number in range(100)]
+    assert threading.active_count() == before
+    for future in started:
+        future.cancel()
+
+
+def test_what_takes_long_to_compile_is_behind_nobody_cheap(begin):
+    """It fits, so it is compiled a second time where it is followed: on a thread of its own kind."""
+    started = [begin(f"burn 0.3 {number}") for number in range(3)]
+    time.sleep(0.5)
+    assert accepts(begin("cheap").result(10), "cheap")
+    assert not all(future.done() for future in started), "this test came too late"
+    for number, future in enumerate(started):
+        assert accepts(future.result(30), f"burn 0.3 {number}")
+
+
+def test_the_processes_step_back(begin):
+    """Behind the arithmetic; what takes long, further."""
+    burning = begin("burn 60")
+    time.sleep(1.0)
+    parents = [process.pid for process in grammar.processes()]
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in parents} == {os.getpriority(os.PRIO_PROCESS, 0) + 5}
+    assert os.getpriority(os.PRIO_PROCESS, max(children())) == os.getpriority(os.PRIO_PROCESS, 0) + 15
+    burning.cancel()
 
 
 def test_what_is_forgotten_before_it_is_compiled_leaves_nothing():
@@ -135,12 +190,12 @@ def test_what_is_forgotten_before_it_is_compiled_leaves_nothing():
     with ours, theirs:
         worker = Worker(theirs)
         worker._on_tokenizer(0, 0, TOKENIZER_JSON, NUM_LOGITS, (EOS,))
-        worker._compile = queue.SimpleQueue()  # nobody works at it
+        worker._compile = [queue.SimpleQueue()]  # nobody works at it
         for number in (1, 2):
-            worker._on_follow(number, 0, "regex", "a+", GrammarLimits(), False)
+            worker._on_follow(number, 0, "regex", "a+", GrammarLimits(), 0)
         worker._on_forget(1)
-        worker._compile.get()()
-        worker._compile.get()()
+        worker._compile[0].get()()
+        worker._compile[0].get()()
         assert set(worker._requests) == {2}
         assert [ours.recv()[0], ours.recv()[0]] == [0, 2] and not ours.poll(), "an answer for nobody"
         worker._on_forget(2)
@@ -163,7 +218,7 @@ def test_c26_compiling_that_takes_too_much_memory_is_refused_and_its_neighbour_i
 
 def test_a_lost_process_ends_its_requests_and_the_next_one_starts_another():
     mask = compiled("regex", "[0-9]+")
-    grammar._follow.kill()
+    grammar._process("follow").kill()
     mask.accept(TOKENIZER.encode("7").ids)
     with pytest.raises(RequestError, match="lost") as caught:
         mask.allowed()
@@ -182,7 +237,7 @@ def test_masks_have_a_budget_of_processor_time():
 
 def test_a_grammar_that_is_done_with_is_forgotten():
     mask = compiled("regex", "[0-9]+")
-    process, number = grammar._follow, mask._number
+    process, number = grammar._process("follow"), mask.number
     assert number in process._places
     del mask
     assert number not in process._places
@@ -205,6 +260,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     while any(is_alive(pid) for pid in pids):
         assert time.perf_counter() < deadline_s, "an orphan"
         time.sleep(0.01)
+
+
+def is_busy(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "R"
+    except OSError:
+        return False
 
 
 def is_alive(pid: str) -> bool:

@@ -1,15 +1,15 @@
 """What lies between the mail and the planner: grammars being compiled, requests held back, calls that wait.
 
-It knows neither steps nor devices. A grammar is compiled on a thread, once for all who wait for the same one; meanwhile
-the loop goes on. A call that needs an idle engine (new weights) holds every later request back until it is done, so
-requests that run finish on what they began with: they *drain*.
+It knows neither steps nor devices. A grammar is compiled elsewhere, once for all who wait for the same one; that holds
+no thread, and the loop goes on. A call that needs an idle engine (new weights) holds every later request back until it
+is done, so requests that run finish on what they began with: they *drain*.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.engine.contract import Call, Mailbox
@@ -21,10 +21,11 @@ from tandem.sampling import grammar
 
 log = logging.getLogger("tandem.engine")
 
-NUM_COMPILERS = 256
-"""Threads. They only wait, each for one grammar; sampling.grammar decides whose turn it is."""
+MAX_WAIT_S = 30.0
+"""From a request's coming to its first mask. Lines are bounded, so it is reached where something is stuck."""
 
-CompileMask = Callable[[Request, grammar.Turn], Mask]
+CompileMask = Callable[[Request], "Future[Any]"]
+"""Has a request's grammar compiled, and returns at once: the future's result is a Mask. Who cancels it leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,10 @@ class Compilation:
 
     request: Request
     constraint: Constraint
-    turn: grammar.Turn = field(default_factory=grammar.Turn)
-    future: Future[Mask] | None = None
+    until_s: float
+    future: Future[Any] | None = None
 
     def leave(self) -> None:
-        self.turn.leave()
         if self.future is not None:
             self.future.cancel()
 
@@ -69,7 +69,7 @@ class Admission:
         self._compiled: deque[Compilation] = deque()
         self._held: dict[str, tuple[Request, Mask | None]] = {}
         self._calls: deque[Call] = deque()
-        self._compiler: ThreadPoolExecutor | None = None
+        self._holds = False
 
     @property
     def idle(self) -> bool:
@@ -82,10 +82,11 @@ class Admission:
             return self._enter(request, None, now_s)
         if self._compile_mask is None:
             return self._refuse(request, RequestError("this engine has no grammars.", param="response_format"), now_s)
-        if self._compiler is None:
+        if not self._holds:
             grammar.hold()
-            self._compiler = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="tandem-grammar")
-        waiting = self._compiling[request.id] = Compilation(request, request.params.constraint)
+            self._holds = True
+        constraint, until_s = request.params.constraint, now_s + MAX_WAIT_S
+        waiting = self._compiling[request.id] = Compilation(request, constraint, until_s)
         line = self._lines.setdefault(waiting.constraint, deque())
         line.append(waiting)
         if len(line) == 1:
@@ -93,8 +94,13 @@ class Admission:
         return None
 
     def _compile(self, waiting: Compilation) -> None:
-        assert self._compiler is not None and self._compile_mask is not None
-        waiting.future = future = self._compiler.submit(self._compile_mask, waiting.request, waiting.turn)
+        assert self._compile_mask is not None
+        try:
+            future = self._compile_mask(waiting.request)
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        waiting.future = future
         future.add_done_callback(lambda _: self._compiled.append(waiting))
 
     def _leave_line(self, waiting: Compilation) -> deque[Compilation]:
@@ -109,14 +115,19 @@ class Admission:
         return line if is_first else deque()
 
     def abort(self, request: str) -> Change | None:
-        if (waiting := self._compiling.pop(request, None)) is not None:
-            if behind := self._leave_line(waiting):
-                self._compile(behind[0])  # before it leaves, so that what was begun goes on
-            waiting.leave()
+        if (waiting := self._compiling.get(request)) is not None:
+            self._leave(waiting)
             return Change(request, finish="abort")
         if self._held.pop(request, None):
             return Change(request, finish="abort")
         return self._planner.abort(request)
+
+    def _leave(self, waiting: Compilation) -> None:
+        """It waits no longer; others who wait for the same grammar do."""
+        del self._compiling[waiting.request.id]
+        if behind := self._leave_line(waiting):
+            self._compile(behind[0])  # before it leaves, so that what was begun goes on
+        waiting.leave()
 
     def call(self, call: Call) -> None:
         errand = self._errands.get(call.name)
@@ -132,9 +143,13 @@ class Admission:
         changes = []
         while self._compiled:
             waiting = self._compiled.popleft()
-            if self._compiling.pop(waiting.request.id, None) is None:
+            if self._compiling.get(waiting.request.id) is not waiting:
                 continue  # aborted meanwhile
+            del self._compiling[waiting.request.id]
             changes += self._take(waiting, now_s)
+        while self._compiling and (oldest := next(iter(self._compiling.values()))).until_s < now_s:
+            self._leave(oldest)
+            changes.append(self._refuse(oldest.request, _late(), now_s))
         if self._calls and drained:
             while self._calls:
                 call = self._calls.popleft()
@@ -159,11 +174,10 @@ class Admission:
         return [self._refuse(other.request, error, now_s) for other in (waiting, *behind)]
 
     def close(self) -> None:
-        if self._compiler is not None:
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self._holds:
             for waiting in self._compiling.values():
-                waiting.turn.leave()
-            self._compiler = None
+                waiting.leave()
+            self._holds = False
             grammar.release()
         while self._calls:
             self._mailbox.answer(self._calls.popleft().number, None, TandemError("the engine was closed first."))
@@ -205,6 +219,13 @@ class Admission:
             "compiling": len(self._compiling), **grammar.statistics(), "held": len(self._held),
             "calls": len(self._calls),
         }  # fmt: skip
+
+
+def _late() -> RequestError:
+    return RequestError(
+        f"the grammar's first mask was not there within {MAX_WAIT_S:g} s: there is too much to do.", code="overloaded",
+        hint="try again.",
+    )  # fmt: skip
 
 
 def describe(error: BaseException, limit: int = 400) -> str:

@@ -8,6 +8,7 @@ import importlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,9 @@ from tandem.observe.requests import RequestLedger
 from tandem.observe.timeline import Timeline
 from tandem.observe.trace_file import events
 from tandem.observer import Observer
-from tandem.plan import Mask
 from tandem.request import Request
 from tandem.runner.contract import Runner, RunnerFacts
-from tandem.sampling.grammar import Turn, compile_constraint
+from tandem.sampling.grammar import GrammarLimits, compile_later
 from tandem.schedule.scheduler import Scheduler
 from tandem.weights.pull import pull as pull  # for the command line, which may not reach into weights
 from tandem.weights.source import ModelSource, locate
@@ -71,17 +71,15 @@ class Built:
             target_step_s=(settings.target_step_ms or 0.0) / 1000,
         )
 
-    def compile_mask(self, request: Request, turn: Turn | None = None) -> Mask:
-        """The mask of a request's grammar. Takes time: not for the loop's thread. Raises RequestError.
-
-        turn: by its ``leave`` the call is ended.
-        """
+    def compile_mask(self, request: Request) -> "Future[Any]":
+        """The Mask of a request's grammar, soon; returns at once. Both raise RequestError. Cancel it to leave."""
         constraint, tokenizer_json = request.params.constraint, self.source.tokenizer_json
         assert constraint is not None
         if tokenizer_json is None:
             raise RequestError("structured output needs a tokenizer; this model has none.", param="response_format")
         num_logits, eos_ids = self.runner.facts.num_logits, self.source.eos_ids
-        return compile_constraint(constraint, tokenizer_json, num_logits, eos_ids, turn=turn)
+        limits = GrammarLimits(max_line=self.resolved.settings.max_new_grammars)
+        return compile_later(constraint, tokenizer_json, num_logits, eos_ids, limits)
 
     def lines(self) -> list[str]:
         """The start banner."""
@@ -153,16 +151,18 @@ def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda tex
     if not isinstance(settings, Settings):
         settings = Settings.from_dict(dict(settings))
     phases_s: dict[str, float] = {}
-    device = settings.device or best_device()
     with _timed(phases_s, "locate"):
-        source = _locate(settings, device, on_phase)
-        spec, shape = _shape(source, device)
-    resolved = settings.resolve(_facts(shape, device))
-    if device != "cuda":  # there the runner measures what is free
-        resolved = sizing.fit_cache(resolved, shape)
-    on_phase(f"loading {source.name} on {device}")
-    with _timed(phases_s, "runner"):
-        runner = _runner(device, spec, shape, source, resolved)
+        source = _locate(settings, settings.device, on_phase)
+        spec, shape = _shape(source, settings.device)
+    with _compiling(settings, spec, shape, source) as compiling:
+        with _timed(phases_s, "device"):
+            device = settings.device or best_device()
+            resolved = settings.resolve(_facts(shape, device))
+        if device != "cuda":  # there the runner measures what is free
+            resolved = sizing.fit_cache(resolved, shape)
+        on_phase(f"loading {source.name} on {device}")
+        with _timed(phases_s, "runner"):
+            runner = _runner(device, spec, shape, source, resolved, compiling)
     try:
         resolved = sizing.fit_length(resolved, runner.facts.num_blocks)
     except TandemError:
@@ -203,7 +203,35 @@ def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _locate(settings: Settings, device: str, on_phase: OnPhase) -> ModelSource:
+@contextmanager
+def _compiling(settings: Settings, spec: Any, shape: Shape, source: ModelSource) -> Iterator[Any]:
+    """Have kernels compiled by other processes, from before the device is opened until the runner stands.
+
+    Gives a kernels.compiling.Compiling; None where no GPU is in sight.
+    """
+    if settings.device not in (None, "cuda"):
+        yield None
+        return
+    import torch
+
+    if torch.cuda.device_count() == 0:  # asks the driver's management library, which does not open the device
+        yield None
+        return
+    try:
+        resolved = settings.resolve(sizing.facts_of(shape, "cuda", "", 0))
+    except SettingError:  # told when the facts are known
+        yield None
+        return
+    from tandem.runner.variants import start_compiling
+
+    compiling = start_compiling(spec, resolved.settings, sizing.num_known_ids(source.tokenizer_json))
+    try:
+        yield compiling
+    finally:
+        compiling.close()
+
+
+def _locate(settings: Settings, device: str | None, on_phase: OnPhase) -> ModelSource:
     if device == "null" and settings.model is None:
         source = ModelSource(
             name="null", kind="random", config=CONFIG, tokenizer_json=byte_tokenizer_json(), bos_id=1, eos_id=2,
@@ -246,7 +274,7 @@ def _progress_lines(on_phase: OnPhase) -> Callable[[int, int], None]:
     return progress
 
 
-def _shape(source: ModelSource, device: str) -> tuple[Any, Shape]:
+def _shape(source: ModelSource, device: str | None) -> tuple[Any, Shape]:
     if device == "null":  # needs no torch, so no spec either
         config = source.config
         try:
@@ -274,7 +302,9 @@ def _facts(shape: Shape, device: str) -> Facts:
     return sizing.facts_of(shape, device, torch.cuda.get_device_name(), free_bytes)
 
 
-def _runner(device: str, spec: Any, shape: Shape, source: ModelSource, resolved: Resolved) -> Runner:
+def _runner(
+    device: str, spec: Any, shape: Shape, source: ModelSource, resolved: Resolved, compiling: Any = None
+) -> Runner:
     settings = resolved.settings
     if device == "null":
         from tandem.runner.null import NullRunner
@@ -286,7 +316,9 @@ def _runner(device: str, spec: Any, shape: Shape, source: ModelSource, resolved:
         )  # fmt: skip
     module, name = RUNNERS[device]
     create = getattr(importlib.import_module(module), name).create
-    runner: Runner = create(spec, source, resolved, num_tokens=sizing.num_known_ids(source.tokenizer_json))
+    more = {"compiling": compiling} if device == "cuda" else {}
+    num_tokens = sizing.num_known_ids(source.tokenizer_json)
+    runner: Runner = create(spec, source, resolved, num_tokens=num_tokens, **more)
     return runner
 
 

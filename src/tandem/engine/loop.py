@@ -33,7 +33,7 @@ class Loop:
 
     planner, runner   the two legs; runner.depth steps may be in flight.
     mailbox           where requests come from and changes go to.
-    compile_mask      makes a request's grammar mask, called on another thread; None: grammars are refused.
+    compile_mask      has a request's grammar mask made (admission.CompileMask); None: grammars are refused.
     errands           what a Call may ask for, by name.
     """
 

@@ -4,28 +4,57 @@
                                           ▲                     │            each returns at once; a mask takes
                                           └── another process ◄─┘            0.01 to 2 ms, and the loop never waits
 
-A grammar is first tried in one process, in which it may explode (grammar_trial.py), and then followed in another, which
-never saw those that did. Both may be killed without harm to the engine. Reasons: grammar_worker.py. Limits:
-grammar_limits.py.
+A grammar is first tried where it may explode (grammar_trial.py), and then followed in another process, which
+never saw those that did (grammar_worker.py). Whoever waits for it holds no thread. Limits: grammar_limits.py.
 """
 
 import atexit
+import contextlib
 import importlib.util
 import threading
 import weakref
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from tandem.errors import GrammarError, RequestError
 from tandem.request import Constraint
 from tandem.sampling.grammar_limits import GrammarLimits
-from tandem.sampling.grammar_process import GrammarProcess, LostError, Tokenizer
+from tandem.sampling.grammar_process import GrammarProcess, Tokenizer
 from tandem.sampling.grammar_text import HINT
-from tandem.sampling.grammar_trial import QUICK_S, LeftError, RefusedError, Trials, Turn
 
-__all__ = ["GrammarLimits", "GrammarMask", "Turn", "compile_constraint", "hold", "release", "statistics"]
+__all__ = ["GrammarLimits", "GrammarMask", "compile_constraint", "compile_later", "hold", "release", "statistics"]
 
-_FOLLOW_BYTES = 8 << 30
+_LATER = "try again in a second; a grammar that was compiled before need not stand in line."
+
+
+def compile_later(
+    constraint: Constraint,
+    tokenizer_json: str,
+    num_logits: int,
+    eos_ids: Collection[int],
+    limits: GrammarLimits | None = None,
+) -> "Future[GrammarMask]":
+    """Have a request's grammar compiled, and its first mask computed, in other processes. Returns at once.
+
+    json_object  any JSON object.       json_schema  text is a JSON schema.       regex  text is a pattern.
+    choice       text is a JSON list of strings.                                  grammar  text is a Lark grammar.
+    num_logits   rows of the output matrix: the width of the masks. Ids that pad it are never allowed.
+    eos_ids      allowed where the grammar may end.
+
+    Whoever cancels the future leaves; what is then for nobody is ended. It raises RequestError, as this call may:
+    malformed, not enforceable, impossible to fulfil, too large or too complex, too many before it (code "overloaded"),
+    or llguidance is not installed.
+    """
+    limits = limits or GrammarLimits()
+    _check_library()
+    if not eos_ids:
+        raise _refusal(constraint, "the model has no end-of-sequence token, which ends a constrained answer")
+    if len(constraint.text) > limits.max_text_bytes:
+        raise _refusal(constraint, f"it has {len(constraint.text)} characters; the limit is {limits.max_text_bytes}")
+    answer: Future[GrammarMask] = Future()
+    _Compiling(answer, constraint, (tokenizer_json, num_logits, tuple(sorted(eos_ids))), limits)
+    return answer
 
 
 def compile_constraint(
@@ -34,64 +63,75 @@ def compile_constraint(
     num_logits: int,
     eos_ids: Collection[int],
     limits: GrammarLimits | None = None,
-    turn: Turn | None = None,
 ) -> "GrammarMask":
-    """Compile a request's grammar; blocks for milliseconds or seconds, so call it off the loop's thread.
+    """compile_later, and wait for it: milliseconds or seconds."""
+    return compile_later(constraint, tokenizer_json, num_logits, eos_ids, limits).result()
 
-    json_object  any JSON object.       json_schema  text is a JSON schema.       regex  text is a pattern.
-    choice       text is a JSON list of strings.                                  grammar  text is a Lark grammar.
-    num_logits   rows of the output matrix: the width of the masks. Ids that pad it are never allowed.
-    eos_ids      allowed where the grammar may end.
-    turn         by its ``leave`` this call is ended from another thread, and with it work that is for nobody else.
 
-    Raises RequestError: malformed, not enforceable, impossible to fulfil, too large or too complex, or llguidance is
-    not installed.
-    """
-    limits = limits or GrammarLimits()
-    _check_library()
-    if not eos_ids:
-        raise _refusal(constraint, "the model has no end-of-sequence token, which ends a constrained answer")
-    if len(constraint.text) > limits.max_text_bytes:
-        raise _refusal(constraint, f"it has {len(constraint.text)} characters; the limit is {limits.max_text_bytes}")
-    tokenizer = tokenizer_json, num_logits, tuple(sorted(eos_ids))
-    turn = turn or Turn()
-    process = _process()
-    process.bring(tokenizer)  # all processes read it at once
-    try:
-        took_s = _trials().seconds(constraint, tokenizer, limits, turn)
-        what = constraint.kind, constraint.text, limits
-        mask = GrammarMask(process, _tokenizer_of(process, tokenizer), what, took_s > QUICK_S, turn.again())
-        turn.wait(limits.compile_s)
-        mask.allowed()
-    except RefusedError as error:
-        raise _refusal(constraint, str(error)) from None
-    except TimeoutError:
-        raise RequestError(
-            f"the grammar's first mask was not there within {limits.compile_s:g} s: there is too much to do.",
-            code="overloaded", hint="try again.",
-        ) from None  # fmt: skip
-    except LeftError:
-        raise RequestError("the request was left.", code="internal_error") from None
-    except LostError:
-        raise RequestError(
-            "the process that follows grammars was lost, and this request with it.",
-            code="internal_error", hint="try again.",
-        ) from None  # fmt: skip
-    return mask
+class _Compiling:
+    """One grammar on its way: tried, then followed up to its first mask. Goes on with the news of the processes."""
+
+    def __init__(
+        self, answer: "Future[GrammarMask]", constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits
+    ) -> None:
+        self._answers = [answer]  # none once it is given: an answer knows this through its callbacks, and its mask
+        self._constraint, self._tokenizer, self._limits = constraint, tokenizer, limits
+        process = _process("try")
+        _process("follow").bring(tokenizer)  # both read it at once
+        trial = process.ask("try", process.bring(tokenizer), constraint.kind, constraint.text, limits)
+        answer.add_done_callback(lambda answer: trial.cancel() if answer.cancelled() else None)
+        trial.add_done_callback(self._tried)
+
+    def _tried(self, trial: "Future[tuple[Any, str | None]]") -> None:
+        if trial.cancelled():
+            return
+        if trial.exception() is not None:
+            self._fail(_lost("compiles"))
+            return
+        (verdict, value), _ = trial.result()
+        if verdict == "fits":
+            self._follow(value)
+        elif verdict == "refused":
+            self._fail(_refusal(self._constraint, value))
+        elif verdict == "overloaded":
+            self._fail(RequestError(f"{value}.", code="overloaded", hint=_LATER))
+        else:
+            self._fail(RequestError(
+                f"this model's tokenizer cannot be used for structured output: {value}.", param="response_format"
+            ))  # fmt: skip
+
+    def _follow(self, lane: int) -> None:
+        process, first = _process("follow"), Future[None]()
+        what = process.bring(self._tokenizer), self._constraint.kind, self._constraint.text, self._limits, lane
+        mask = GrammarMask(process, what, first)
+        number = mask.number
+        self._answers[0].add_done_callback(lambda answer: process.close_place(number) if answer.cancelled() else None)
+        first.add_done_callback(lambda _: self._give(mask))
+
+    def _give(self, mask: "GrammarMask") -> None:
+        try:
+            mask.allowed()
+        except RequestError as error:
+            self._fail(error)
+        else:
+            with contextlib.suppress(InvalidStateError):  # cancelled
+                self._answers.pop().set_result(mask)
+
+    def _fail(self, error: RequestError) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self._answers.pop().set_exception(error)
 
 
 class GrammarMask:
     """Follows one request's grammar (plan.Mask). Called from one thread; the work is done elsewhere, in order."""
 
-    def __init__(
-        self, process: GrammarProcess, tokenizer: int, what: tuple[Any, ...], is_slow: bool, first: threading.Event
-    ) -> None:
-        """is_slow: compiling takes long, so it waits behind what does not. first: set when the first mask is there."""
+    def __init__(self, process: GrammarProcess, what: tuple[Any, ...], first: "Future[None]") -> None:
+        """what: tokenizer, kind, text, limits, lane of its trial. first: done when the first mask is there."""
         self._process = process
         self._news = _News(first)
         self._num_tokens = 0
-        self._number = process.open(self._news, "follow", tokenizer, *what, is_slow)
-        weakref.finalize(self, process.close_place, self._number).atexit = False
+        self.number = process.open(self._news, "follow", *what)
+        weakref.finalize(self, process.close_place, self.number).atexit = False
 
     def allowed(self) -> bytes | None:
         """Bitmask of the ids allowed next, little-endian words of 32; None while it is being computed.
@@ -100,10 +140,7 @@ class GrammarMask:
         """
         news = self._news
         if news.is_lost:
-            raise RequestError(
-                "the process that followed the grammar was lost, and this request with it.",
-                code="internal_error", hint="try again.",
-            )  # fmt: skip
+            raise _lost("follows")
         if news.reason is not None:
             reason, _, hint = news.reason.partition(HINT)
             raise GrammarError(f"the grammar cannot be followed any further: {reason}.", hint=hint or None)
@@ -114,63 +151,66 @@ class GrammarMask:
         """The request sampled these tokens, end-of-sequence included. Returns at once."""
         if tokens:
             self._num_tokens += len(tokens)
-            self._process.order("accept", self._number, tuple(tokens))
+            self._process.order("accept", self.number, tuple(tokens))
 
 
 class _News:
     """What the other process has said last about one grammar. Written by one thread, read by another."""
 
-    def __init__(self, first: threading.Event) -> None:
+    def __init__(self, first: "Future[None]") -> None:
         self.latest: tuple[int, bytes | None] = (0, None)
         self.reason: str | None = None
         self.is_lost = False
-        self.first = first
+        self._first: Future[None] | None = first
 
     def hear(self, num_tokens: int, value: Any, reason: str | None) -> None:
         if reason is not None:
             self.reason = reason
         else:
             self.latest = num_tokens, value
-        self.first.set()
+        self._tell()
 
     def lose(self) -> None:
         self.is_lost = True
-        self.first.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        first, self._first = self._first, None  # kept no longer: it knows the mask, and a mask nobody holds must go
+        if first is not None:
+            with contextlib.suppress(InvalidStateError):
+                first.set_result(None)
 
 
-_follow: GrammarProcess | None = None
-_tried: Trials | None = None
+_KINDS = {
+    "try": ("tandem.sampling.grammar_trial", 4 << 30),
+    "follow": ("tandem.sampling.grammar_worker", 8 << 30),
+}
+"""Name → module, and bytes that it may take for data."""
+
+_processes: dict[str, GrammarProcess] = {}
 _lock = threading.Lock()
 
 
-def _process() -> GrammarProcess:
-    """The process that follows; a new one if it was lost."""
-    global _follow
+def _process(name: str) -> GrammarProcess:
+    """The process that tries, or the one that follows; a new one if it was lost."""
     with _lock:
-        if _follow is None or _follow.is_lost:
-            _follow = GrammarProcess("follow", _FOLLOW_BYTES)
-        return _follow
-
-
-def _trials() -> Trials:
-    global _tried
-    with _lock:
-        _tried = _tried or Trials()
-        return _tried
+        process = _processes.get(name)
+        if process is None or process.is_lost:
+            process = _processes[name] = GrammarProcess(name, *_KINDS[name])
+        return process
 
 
 def processes() -> list[GrammarProcess]:
-    """All that run: the one that follows, and those in which grammars are tried."""
+    """All that run."""
     with _lock:
-        follow, tried = _follow, _tried
-    return [*([follow] if follow else ()), *(tried.processes() if tried else ())]
+        return list(_processes.values())
 
 
 def statistics() -> dict[str, int]:
-    """As Trials.statistics."""
+    """trials: grammars that are being tried, or are in line for it."""
     with _lock:
-        tried = _tried
-    return tried.statistics() if tried else {"trials": 0}
+        process = _processes.get("try")
+    return {"trials": process.num_open if process is not None else 0}
 
 
 _users = 0
@@ -196,23 +236,18 @@ def release() -> None:
 @atexit.register
 def close() -> None:
     """End the grammar processes. They start again when they are needed."""
-    global _follow, _tried
     with _lock:
-        follow, _follow = _follow, None
-        tried, _tried = _tried, None
-    if tried is not None:
-        tried.close()
-    if follow is not None:
-        follow.kill()
+        ended = list(_processes.values())
+        _processes.clear()
+    for process in ended:
+        process.kill()
 
 
-def _tokenizer_of(process: GrammarProcess, tokenizer: Tokenizer) -> int:
-    number, reason = process.tokenizer(tokenizer)
-    if reason is not None:
-        raise RequestError(
-            f"this model's tokenizer cannot be used for structured output: {reason}.", param="response_format"
-        )
-    return number
+def _lost(what: str) -> RequestError:
+    return RequestError(
+        f"the process that {what} grammars was lost, and this request with it.", code="internal_error",
+        hint="try again.",
+    )  # fmt: skip
 
 
 def _refusal(constraint: Constraint, reason: str) -> RequestError:

@@ -9,7 +9,8 @@ class GrammarLimits:
 
     max_text_bytes   length of the schema, pattern, list or grammar.     max_choices   entries of a choice.
     max_depth        nesting of a JSON schema.
-    compile_s        seconds until compiling is given up.                compile_bytes memory that it may take.
+    compile_s        processor seconds until compiling is given up.      compile_bytes memory that it may take.
+    max_line         new grammars that may wait for their first slice of time; more are refused.
     num_trial_steps  tokens of an answer that are tried before a grammar is taken.     trial_s  seconds for them.
     step_s           processor seconds of one mask.
     burst_s, mean_s  all masks of a request together may take burst_s + mean_s for each token of its answer.
@@ -26,6 +27,7 @@ class GrammarLimits:
     # The largest real schemas take 0.3 s and 0.2 GB; `(\p{L}|\p{Han})*` twelve thousand times took 60 s and 8.9 GB.
     compile_s: float = 5.0
     compile_bytes: int = 2 << 30
+    max_line: int = 128
 
     # What explodes does so within a few tokens: `a{1000000}` and endless rules at once, nested repetitions in 5 to 29.
     num_trial_steps: int = 32

@@ -1,6 +1,6 @@
 """The grammar processes, seen from the engine: orders go out, news comes in, who hangs is ended. It knows no grammar.
 
-    any thread ──► queue ──► sender thread ═══ pipe ═══► grammar_worker   (a full pipe never holds the loop)
+    any thread ──► queue ──► sender thread ═══ pipe ═══► a worker   (a full pipe never holds the loop)
     Place.hear ◄──────────── reader thread ═══ pipe ═══◄
 
 End of file on the pipe is the only farewell: the worker ends when the parent is gone, however it went.
@@ -14,17 +14,16 @@ import queue
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from multiprocessing import Pipe
 from typing import Any, Protocol
 
 log = logging.getLogger("tandem.sampling")
 
 BOOTSTRAP = (
-    "import json, sys; path, descriptor, limit_bytes = json.loads(sys.argv[1]); sys.path[:] = path; "
-    "from tandem.sampling.grammar_worker import main; main(descriptor, limit_bytes)"
+    "import importlib, json, sys; path, module, descriptor, limit_bytes = json.loads(sys.argv[1]); "
+    "sys.path[:] = path; importlib.import_module(module).main(descriptor, limit_bytes)"
 )
-TOKENIZER_S = 60.0
 
 Tokenizer = tuple[str, int, tuple[int, ...]]
 """tokenizer.json, rows of the output matrix, end-of-sequence ids."""
@@ -43,33 +42,33 @@ class Place(Protocol):
 
 
 class Answer:
-    """A Place for one answer: (value, reason), one of them None. Its future raises LostError."""
+    """A Place for one answer: (value, reason), one of them None. Its future raises LostError, and may be cancelled."""
 
     def __init__(self) -> None:
         self.future: Future[tuple[Any, str | None]] = Future()
 
     def hear(self, num_tokens: int, value: Any, reason: str | None) -> None:
-        if not self.future.done():
+        with contextlib.suppress(InvalidStateError):  # cancelled, or lost in the same moment
             self.future.set_result((value, reason))
 
     def lose(self) -> None:
-        if not self.future.done():
+        with contextlib.suppress(InvalidStateError):
             self.future.set_exception(LostError())
 
 
 class GrammarProcess:
-    """Starts at once. limit_bytes: memory that it may take for data."""
+    """Starts at once, and does as the module's main. limit_bytes: memory that it may take for data."""
 
-    def __init__(self, name: str, limit_bytes: int) -> None:
-        self.name, self.limit_bytes = name, limit_bytes
+    def __init__(self, name: str, module: str, limit_bytes: int) -> None:
+        self.name = name
         self._numbers = itertools.count()
         self._places: dict[int, Place] = {}
-        self._tokenizers: dict[Tokenizer, tuple[int, Future[tuple[Any, str | None]]]] = {}
+        self._tokenizers: dict[Tokenizer, int] = {}
         self._lock = threading.Lock()
         self._ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, json.dumps([sys.path, theirs.fileno(), limit_bytes])],
+                [sys.executable, "-c", BOOTSTRAP, json.dumps([sys.path, module, theirs.fileno(), limit_bytes])],
                 stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
@@ -95,33 +94,37 @@ class GrammarProcess:
         self._orders.put((what, number, *rest))
 
     def ask(self, what: str, *rest: Any) -> "Future[tuple[Any, str | None]]":
-        """An order that is answered once."""
+        """An order that is answered once. Cancel the future, and the order is taken back."""
         answer = Answer()
         number = self.open(answer, what, *rest)
-        answer.future.add_done_callback(lambda _: self._places.pop(number, None))
+
+        def done(future: "Future[tuple[Any, str | None]]") -> None:
+            if future.cancelled():
+                self.close_place(number)
+            else:
+                self._places.pop(number, None)
+
+        answer.future.add_done_callback(done)
         return answer.future
+
+    @property
+    def num_open(self) -> int:
+        """Orders without an answer, and places that are kept."""
+        return len(self._places)
 
     def close_place(self, number: int) -> None:
         """Nobody waits for news of this number any more."""
         if self._places.pop(number, None) is not None:
             self._orders.put(("forget", number))
 
-    def bring(self, tokenizer: Tokenizer) -> "tuple[int, Future[tuple[Any, str | None]]]":
-        """Send a tokenizer, once. (Its number there, the answer.)"""
+    def bring(self, tokenizer: Tokenizer) -> int:
+        """Its number there; it is sent the first time, ahead of every order that names it."""
         with self._lock:
-            if tokenizer not in self._tokenizers:
-                key = len(self._tokenizers)
-                self._tokenizers[tokenizer] = key, self.ask("tokenizer", key, *tokenizer)
-            return self._tokenizers[tokenizer]
-
-    def tokenizer(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
-        """(Its number there, why it cannot be used.) Raises LostError."""
-        key, made = self.bring(tokenizer)
-        try:
-            return key, made.result(TOKENIZER_S)[1]
-        except TimeoutError:
-            self.kill()
-            raise LostError from None
+            key = self._tokenizers.get(tokenizer)
+            if key is None:
+                key = self._tokenizers[tokenizer] = len(self._tokenizers)
+                self.ask("tokenizer", key, *tokenizer)
+            return key
 
     def kill(self) -> None:
         """End it now, whatever it does. Idempotent."""
@@ -146,7 +149,7 @@ class GrammarProcess:
             pass
         status = self._process.wait()
         if not self.is_lost:
-            log.warning("the process %d that follows grammars (%s) ended with status %d", self.pid, self.name, status)
+            log.warning("the grammar process %d (%s) ended with status %d", self.pid, self.name, status)
         self._lose()
         self._ours.close()
 

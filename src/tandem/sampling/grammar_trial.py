@@ -1,323 +1,279 @@
-"""Grammars are tried before they are taken: which one when, for how long, and for whom. It knows no requests.
+"""Grammars are tried before they are taken, in a process that forks others for it. It knows no requests, only numbers.
 
-    fresh ──► quick lane, oldest first ┐ half a second each ──► fits / refused
-          └─► quick lane, newest first ┘         │ still at it
-                                                 └────────────► slow lane, one at a time ──► fits / refused
+    fresh ──► 10 ms each ──► fits / refused         a line, and one child at work, in each lane; slices are of
+                 └──► 60 ms each ──► …              processor time; the lower lanes are nicer
+         still at it └──► 0.5 s each ──► …
+                             └──► compile_s each ──► …
 
-Whoever comes last is next in one of the lanes, so a line of grammars that take long holds up no cheap one. A trial has
-a process to itself: a process can be ended, a compilation cannot. It is ended when nobody waits for it any more.
+A cheap grammar waits for the first slices of those before it, and for nothing else. What has had a slice begins anew in
+the next lane: slices grow by so much that what is lost is a small part, and nothing half done holds memory. This one
+compiles nothing, so no grammar can end it; a child that is killed is forked anew within 5 ms.
+
+    parent ═ orders ═► here: (what, number, ...)      news ═► parent: (number, 0, verdict, None)
+    verdict: ("fits", lane), ("refused", why), ("overloaded", why), ("unreadable", why the tokenizer is)
 """
 
 import contextlib
 import hashlib
-import threading
+import math
+import os
 import time
 from collections import OrderedDict, deque
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tandem.errors import RequestError
-from tandem.request import Constraint
+from tandem.sampling.grammar_child import Child, GoneError, OverdueError
+from tandem.sampling.grammar_follow import Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
-from tandem.sampling.grammar_process import GrammarProcess, LostError, Tokenizer
-from tandem.sampling.grammar_text import HINT, SIMPLER
+from tandem.sampling.grammar_text import HINT, SIMPLER, UnfitError
+from tandem.sampling.grammar_worker import step_back
 
-QUICK_S = 0.5  # the largest real schemas take 0.3 s
-MAX_SLOW = 8
-MAX_REMEMBERED = 1024
+SLICES_S = (0.01, 0.06, 0.5, math.inf)  # a usual schema takes 1 to 6 ms, the largest real ones 0.3 s
+NICENESS = (0, 10, 10, 10)
+MAX_HEAVY = (0, 32, 8, 8)  # in the line of a lower lane
+MAX_REMEMBERED = 16384
 REFUSED_S = 60.0
-_LOOK_S = 0.02  # how soon it is noticed that nobody waits any more
 
-_OLDEST, _NEWEST, _SLOW = range(3)
-
-
-class LeftError(Exception):
-    """Whoever waited for the grammar has left."""
-
-
-class Turn:
-    """Somebody waits for a grammar, until it is there or he leaves. One wait at a time."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.is_left = False
-
-    def leave(self) -> None:
-        """Wait no longer. From any thread."""
-        self.is_left = True
-        self.event.set()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until event is set. Raises LeftError, TimeoutError."""
-        if not self.event.wait(timeout_s):
-            raise TimeoutError
-        if self.is_left:
-            raise LeftError
-
-    def again(self) -> threading.Event:
-        """The event, cleared for another wait."""
-        self.event.clear()
-        if self.is_left:
-            raise LeftError
-        return self.event
+Verdict = tuple[str, Any]
 
 
 @dataclass(slots=True, eq=False)
 class _Trial:
-    """reason: why it is refused, None if it fits. error: why nothing is known. process, asked: where it runs."""
+    """numbers: who waits for it. lane: where it is in line, or at work."""
 
-    key: bytes
-    constraint: Constraint
-    tokenizer: Tokenizer
-    limits: GrammarLimits
-    turns: set[Turn] = field(default_factory=set)
-    reason: str | None = None
-    error: Exception | None = None
-    took_s: float = 0.0
-    is_done: bool = False
-    process: GrammarProcess | None = None
-    asked: "Future[tuple[Any, str | None]] | None" = None
+    name: bytes
+    what: tuple[int, str, str, GrammarLimits]
+    lane: "_Lane"
+    numbers: set[int] = field(default_factory=set)
+
+    @property
+    def limits(self) -> GrammarLimits:
+        return self.what[3]
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """trial: what its child is at, until until_s at the latest, whatever processor time it got."""
+
+    index: int
+    line: deque[_Trial] = field(default_factory=deque)
+    trial: _Trial | None = None
+    child: Child | None = None
+    until_s: float = 0.0
+
+    def end_child(self) -> None:
+        if self.child is not None:
+            self.child.end()
+            self.child = None
 
 
 class Trials:
-    """The lines and lanes. Thread-safe."""
+    """Lines and lanes. One thread."""
 
-    def __init__(self) -> None:
-        self._news = threading.Condition()
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tokenizers = Tokenizers()
+        self._unreadable: dict[int, str] = {}
+        self._lanes = [_Lane(index) for index in range(len(SLICES_S))]
         self._trials: dict[bytes, _Trial] = {}
-        self._fresh: deque[_Trial] = deque()
-        self._slow: deque[_Trial] = deque()
-        self._busy: dict[int, _Trial] = {}
-        self._fit: OrderedDict[bytes, float] = OrderedDict()
+        self._waiting: dict[int, _Trial] = {}
+        self._fit: OrderedDict[bytes, int] = OrderedDict()
         self._unfit: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        self._lanes: set[int] = set()
-        self._processes: set[GrammarProcess] = set()
-        self._is_closed = False
+        self._heavy: OrderedDict[bytes, int] = OrderedDict()
 
-    def seconds(self, constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits, turn: Turn) -> float:
-        """Try a grammar, unless it is known: the seconds that it takes to compile. Blocks.
-
-        Raises RefusedError, RequestError if too many wait, LeftError, LostError.
-        """
-        key = _key(constraint, tokenizer, limits)
-        with self._news:
-            known = self._known(key)
-            if known is not None:
-                return known
-            if self._is_closed:
-                raise LostError
-            trial = self._trials.get(key)
-            if trial is None:
-                trial = self._trials[key] = _Trial(key, constraint, tokenizer, limits)
-                self._fresh.append(trial)
-                self._open(_OLDEST)
-                if len(self._fresh) > 1 or _OLDEST in self._busy:
-                    self._open(_NEWEST)
-                self._news.notify_all()
-            trial.turns.add(turn)
+    def run(self) -> None:
+        """Until the parent closes its end, or is gone. Leaves no child behind."""
         try:
-            turn.wait()
+            while True:
+                self.turn(None)
         finally:
-            with self._news:
-                trial.turns.discard(turn)
-                if not trial.turns:
-                    self._drop(trial)
-        if trial.error is not None:
-            raise trial.error
-        if trial.reason is not None:
-            raise RefusedError(trial.reason)
-        return trial.took_s
+            for lane in self._lanes:
+                lane.end_child()
 
-    def statistics(self) -> dict[str, int]:
-        """trials: grammars that are being tried, or are in line for it."""
-        with self._news:
-            return {"trials": len(self._trials)}
+    def turn(self, timeout_s: float | None) -> None:
+        """Wait for an order, a child, or the end of somebody's time, and see to it."""
+        busy = [lane for lane in self._lanes if lane.trial is not None and lane.child is not None]
+        if busy:
+            left_s = max(0.0, min(lane.until_s for lane in busy) - time.monotonic())
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        ready = wait([self._connection, *(lane.child.connection for lane in busy if lane.child)], timeout_s)
+        for lane in busy:
+            if lane.child is not None and lane.child.connection in ready:
+                self._hear(lane)
+            elif time.monotonic() > lane.until_s:
+                self._stop(lane)
+        if self._connection in ready:
+            what, number, *rest = self._connection.recv()
+            getattr(self, f"_on_{what}")(number, *rest)
+        for lane in self._lanes:
+            while lane.trial is None and lane.line:
+                self._start(lane, lane.line.popleft())
 
-    def processes(self) -> list[GrammarProcess]:
-        with self._news:
-            return list(self._processes)
+    def _on_tokenizer(self, number: int, key: int, *what: Any) -> None:
+        reason = None
+        try:
+            self._tokenizers.make(key, *what)
+        except UnfitError as error:
+            self._unreadable[key] = reason = str(error)
+        for lane in self._lanes:
+            if lane.trial is None:
+                lane.end_child()  # it has not read it; one at work is not asked for it any more
+        self._connection.send((number, 0, None, reason))
 
-    def close(self) -> None:
-        """End the processes; whoever waits gets a LostError."""
-        with self._news:
-            self._is_closed = True
-            for trial in list(self._trials.values()):
-                self._end(trial, error=LostError())
-            processes, self._processes = self._processes, set()
-            self._news.notify_all()
-        for process in processes:
-            process.kill()
+    def _on_try(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits) -> None:
+        name = _digest(key, kind, text, limits)
+        verdict = ("unreadable", self._unreadable[key]) if key in self._unreadable else self._known(name)
+        if verdict is not None:
+            self._tell(number, verdict)
+            return
+        trial = self._trials.get(name)
+        if trial is None:
+            trial = _Trial(name, (key, kind, text, limits), self._lanes[self._heavy.get(name, 0)])
+            refusal = self._queue(trial)
+            if refusal is not None:
+                self._tell(number, refusal)
+                return
+            self._trials[name] = trial
+        trial.numbers.add(number)
+        self._waiting[number] = trial
 
-    def _known(self, key: bytes) -> float | None:
-        unfit = self._unfit.get(key)
+    def _on_forget(self, number: int) -> None:
+        trial = self._waiting.pop(number, None)
+        if trial is None:
+            return
+        trial.numbers.discard(number)
+        if trial.numbers:
+            return
+        del self._trials[trial.name]
+        if trial.lane.trial is trial:
+            trial.lane.trial = None
+            trial.lane.end_child()
+        else:
+            trial.lane.line.remove(trial)
+
+    def _known(self, name: bytes) -> Verdict | None:
+        unfit = self._unfit.get(name)
         if unfit is not None:
             reason, until_s = unfit
             if time.monotonic() < until_s:
-                raise RefusedError(reason)
-            del self._unfit[key]
-        return self._fit.get(key)
-
-    def _drop(self, trial: _Trial) -> None:
-        """Nobody waits for it any more: out of the line; a lane that is at it looks for itself."""
-        if self._trials.get(trial.key) is trial:
-            del self._trials[trial.key]
-        for line in (self._fresh, self._slow):
-            with contextlib.suppress(ValueError):
-                line.remove(trial)
-
-    def _end(self, trial: _Trial, reason: str | None = None, error: Exception | None = None) -> None:
-        if trial.is_done:
-            return
-        trial.reason, trial.error, trial.is_done = reason, error, True
-        for line in (self._fresh, self._slow):
-            with contextlib.suppress(ValueError):
-                line.remove(trial)
-        if self._trials.get(trial.key) is trial:
-            del self._trials[trial.key]
-        if error is None:
-            memory: OrderedDict[bytes, Any] = self._fit if reason is None else self._unfit
-            memory[trial.key] = trial.took_s if reason is None else (reason, time.monotonic() + REFUSED_S)
-            while len(memory) > MAX_REMEMBERED:
-                memory.popitem(last=False)
-        for turn in trial.turns:
-            turn.event.set()
-
-    def _open(self, lane: int) -> None:
-        if lane not in self._lanes:
-            self._lanes.add(lane)
-            threading.Thread(target=self._work, args=(lane,), name=f"tandem-grammar-try-{lane}", daemon=True).start()
-
-    def _work(self, lane: int) -> None:
-        process: GrammarProcess | None = None
-        while (trial := self._take(lane)) is not None:
-            if trial.process is not None:  # it goes on where it has begun
-                self._discard(process)
-                process = trial.process
-            process = self._try(lane, trial, process)
-            if lane != _SLOW:
-                process = self._prepared(trial, process)
-            with self._news:
-                self._busy.pop(lane, None)
-                self._news.notify_all()
-        self._discard(process)
-
-    def _take(self, lane: int) -> _Trial | None:
-        """The next trial of a lane. The newest is for the second lane only while the first one is at work."""
-        with self._news:
-            while not self._is_closed:
-                line = self._slow if lane == _SLOW else self._fresh
-                if line and (lane != _NEWEST or _OLDEST in self._busy):
-                    trial = self._busy[lane] = line.pop() if lane == _NEWEST else line.popleft()
-                    self._news.notify_all()
-                    return trial
-                self._news.wait()
+                return "refused", reason
+            del self._unfit[name]
+        if name not in self._fit:
             return None
+        self._fit.move_to_end(name)
+        return "fits", self._fit[name]
 
-    def _try(self, lane: int, trial: _Trial, process: GrammarProcess | None) -> GrammarProcess | None:
-        """Run one trial; the lane's process afterwards, None if it is gone."""
-        limits, began_s = trial.limits, time.monotonic()
-        try:
-            process = self._process(process, limits.compile_bytes)
-            if trial.asked is None:
-                number, reason = process.tokenizer(trial.tokenizer)
-                if reason is not None:
-                    raise RequestError(
-                        f"this model's tokenizer cannot be used for structured output: {reason}.",
-                        param="response_format",
-                    )
-                if not trial.turns:
-                    return process
-                trial.process = process
-                trial.asked = process.ask("try", number, trial.constraint.kind, trial.constraint.text, limits)
-                trial.took_s = 0.0
-            began_s = time.monotonic() - trial.took_s
-            until_s = began_s + (limits.compile_s if lane == _SLOW else min(QUICK_S, limits.compile_s))
-            reason = self._result(trial, until_s)
-            trial.took_s = time.monotonic() - began_s
-        except LostError:  # it was alone there, so it is its own fault
-            reason = f"compiling it takes more memory than {limits.compile_bytes >> 20} MiB{HINT}{SIMPLER}"
-        except LeftError:
-            self._discard(process)
-            return None
-        except TimeoutError:
-            trial.took_s = time.monotonic() - began_s
-            self._overdue(lane, trial, process)
-            return None
-        except RequestError as error:
-            with self._news:
-                self._end(trial, error=error)
-            return process
-        with self._news:
-            self._end(trial, reason)
-        return process
+    def _queue(self, trial: _Trial) -> Verdict | None:
+        """Put it at the end of its lane's line; why not, if that is full."""
+        line, index = trial.lane.line, trial.lane.index
+        limit = MAX_HEAVY[index] or trial.limits.max_line
+        if len(line) >= limit:
+            which = "grammars that take long to compile" if index else "new grammars"
+            return "overloaded", f"{len(line)} {which} are in line before this one; the limit is {limit}"
+        line.append(trial)
+        return None
 
-    def _overdue(self, lane: int, trial: _Trial, process: GrammarProcess | None) -> None:
-        """It has had its time: refused, or on to the slow lane, where it goes on at once if that lane is free."""
-        with self._news:
-            is_free = _SLOW not in self._busy and not self._slow
-            if lane == _SLOW or trial.limits.compile_s <= QUICK_S:
-                limit_s = trial.limits.compile_s
-                self._end(trial, f"compiling it takes longer than {limit_s:g} s{HINT}{SIMPLER}")
-            elif not trial.turns:
-                pass
-            elif len(self._slow) >= MAX_SLOW:
-                self._end(trial, error=RequestError(
-                    f"{len(self._slow)} grammars that take long to compile are in line before this one.",
-                    param="response_format", code="overloaded", hint="try again later, or make it simpler.",
-                ))  # fmt: skip
-            else:
-                self._slow.append(trial)
-                self._open(_SLOW)
-                if is_free:
-                    return
-                trial.process = trial.asked = None
-        self._discard(process)
-
-    def _result(self, trial: _Trial, until_s: float) -> str | None:
-        """The reason of a refusal. Raises LostError, LeftError, TimeoutError."""
-        assert trial.asked is not None
-        while trial.turns:
+    def _start(self, lane: _Lane, trial: _Trial) -> None:
+        if lane.child is not None and lane.child.limit_bytes != trial.limits.compile_bytes:
+            lane.end_child()
+        slice_s = min(SLICES_S[lane.index], trial.limits.compile_s)
+        for _ in range(2):
             try:
-                return trial.asked.result(max(0.0, min(_LOOK_S, until_s - time.monotonic())))[1]
-            except TimeoutError:
-                if time.monotonic() > until_s:
-                    raise
-        raise LeftError
+                child = lane.child = lane.child or self._fork(lane, trial)
+                child.begin(*trial.what, slice_s)
+                break
+            except OSError:  # it was ended from outside, while it had nothing to do; or none can be forked
+                lane.end_child()
+        else:
+            self._end(trial, ("overloaded", "this machine has no room for another process"))
+            return
+        lane.trial, lane.until_s = trial, time.monotonic() + 1 + 4 * slice_s
 
-    def _prepared(self, trial: _Trial, process: GrammarProcess | None) -> GrammarProcess | None:
-        """A process that has read the tokenizer before the next trial is chosen: who comes meanwhile is the newest."""
+    def _fork(self, lane: _Lane, trial: _Trial) -> Child:
+        inherited = [self._connection, *(other.child.connection for other in self._lanes if other.child is not None)]
+        return Child(self._tokenizers, trial.limits.compile_bytes, NICENESS[lane.index], inherited)
+
+    def _hear(self, lane: _Lane) -> None:
+        trial, child = lane.trial, lane.child
+        assert trial is not None and child is not None
+        lane.trial = None
         try:
-            process = self._process(process, trial.limits.compile_bytes)
-            process.tokenizer(trial.tokenizer)
-        except LostError:
-            self._discard(process)
-            return None
-        return process
+            reason = child.result()
+        except OverdueError:
+            lane.child = None
+            self._go_on(trial)
+            return
+        except GoneError:
+            lane.child = None
+            reason = f"compiling it takes more memory than {trial.limits.compile_bytes >> 20} MiB{HINT}{SIMPLER}"
+        self._end(trial, ("fits", lane.index) if reason is None else ("refused", reason))
 
-    def _process(self, process: GrammarProcess | None, limit_bytes: int) -> GrammarProcess:
-        if process is not None and not process.is_lost and process.limit_bytes == limit_bytes:
-            return process
-        self._discard(process)
-        with self._news:
-            if self._is_closed:
-                raise LostError
-            process = GrammarProcess("try", limit_bytes)
-            self._processes.add(process)
-            return process
+    def _stop(self, lane: _Lane) -> None:
+        """It has not got its slice within the time: others are at the processors, or it does nothing."""
+        trial, lane.trial = lane.trial, None
+        assert trial is not None
+        lane.end_child()
+        if SLICES_S[lane.index] < trial.limits.compile_s:
+            self._go_on(trial)
+        else:
+            self._end(trial, ("overloaded", "it could not be compiled in time"))
 
-    def _discard(self, process: GrammarProcess | None) -> None:
-        if process is not None:
-            process.kill()
-            with self._news:
-                self._processes.discard(process)
+    def _go_on(self, trial: _Trial) -> None:
+        """It has had its slice: to the next lane, if there is one that gives it more."""
+        index, limit_s = trial.lane.index, trial.limits.compile_s
+        if SLICES_S[index] >= limit_s:
+            self._end(
+                trial, ("refused", f"compiling it takes longer than {limit_s:g} s of processor time{HINT}{SIMPLER}")
+            )
+            return
+        _keep(self._heavy, trial.name, index + 1)
+        trial.lane = self._lanes[index + 1]
+        refusal = self._queue(trial)
+        if refusal is not None:
+            self._end(trial, refusal)
+
+    def _end(self, trial: _Trial, verdict: Verdict) -> None:
+        del self._trials[trial.name]
+        what, value = verdict
+        if what == "fits":
+            _keep(self._fit, trial.name, value)
+        elif what == "refused":
+            _keep(self._unfit, trial.name, (value, time.monotonic() + REFUSED_S))
+        for number in trial.numbers:
+            del self._waiting[number]
+            self._tell(number, verdict)
+
+    def _tell(self, number: int, verdict: Verdict) -> None:
+        self._connection.send((number, 0, verdict, None))
+
+    def check(self) -> None:
+        """Assert that everybody who waits is in one line or at work, once."""
+        placed = [trial for lane in self._lanes for trial in (*lane.line, *((lane.trial,) if lane.trial else ()))]
+        assert len(placed) == len(set(placed)) and set(placed) == set(self._trials.values())
+        assert all(trial.name == name for name, trial in self._trials.items())
+        for lane in self._lanes:
+            assert all(trial.lane is lane for trial in lane.line), "in the line of another lane"
+            assert lane.trial is None or (lane.trial.lane is lane and lane.child is not None)
+            assert lane.trial is not None or not lane.line, "a lane rests while somebody waits"
+        assert all(trial.numbers for trial in placed), "a grammar is tried for nobody"
+        assert {number: trial for trial in placed for number in trial.numbers} == self._waiting
 
 
-class RefusedError(Exception):
-    """A grammar is refused; the reason, without a full stop."""
+def _keep(memory: "OrderedDict[bytes, Any]", name: bytes, value: Any) -> None:
+    memory[name] = value
+    while len(memory) > MAX_REMEMBERED:
+        memory.popitem(last=False)
 
 
-def _key(constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits) -> bytes:
-    """A digest: what is remembered of a grammar is not its text."""
-    what = repr((constraint.kind, constraint.text, tokenizer[1:], limits))
-    return hashlib.sha256(what.encode("utf-8", "surrogatepass")).digest()
+def _digest(*what: object) -> bytes:
+    """What is remembered of a grammar is not its text."""
+    return hashlib.sha256(repr(what).encode("utf-8", "surrogatepass")).digest()
+
+
+def main(descriptor: int, limit_bytes: int) -> None:
+    """Obey until the connection ends. Does not return. limit_bytes: of this process; grammars bring their own."""
+    step_back(limit_bytes)
+    with contextlib.suppress(EOFError, OSError):
+        Trials(Connection(descriptor)).run()
+    os._exit(0)

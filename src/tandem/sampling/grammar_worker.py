@@ -1,4 +1,4 @@
-"""The process in which grammars are compiled and followed. It knows no requests, only numbers; the parent knows why.
+"""The process in which grammars that fit are compiled and followed. It knows no requests, only numbers.
 
 A process of its own, because llguidance holds the interpreter lock while it takes a token in (0.1 s and more for an
 ambiguous grammar), because compiling can take gigabytes, and because nothing but a kill ends it early.
@@ -26,9 +26,10 @@ from tandem.sampling.grammar_follow import Follower, Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_text import UnfitError, first_line
 
-NUM_COMPILERS = 2
+NUM_COMPILERS = (2, 1, 1, 1)
+"""For each lane of the trials: what takes long to compile holds up nobody who does not."""
 NUM_QUICK = 2
-NICENESS = 5
+NICENESS, COMPILE_NICENESS = 5, 10
 MAX_KEPT, MAX_KEPT_CHARACTERS = 32, 64 << 10
 
 _Job = Callable[[], object]
@@ -52,7 +53,7 @@ class Worker:
         self._requests: dict[int, _Request | None] = {}  # None: still in the line to be compiled
         self._kept: OrderedDict[tuple[Any, ...], Follower] = OrderedDict()
         self._lock, self._sending = threading.Lock(), threading.Lock()
-        self._compile, self._compile_slow = _line("compile", NUM_COMPILERS), _line("compile-slow", 1)
+        self._compile = [_line(f"compile-{lane}", num, COMPILE_NICENESS) for lane, num in enumerate(NUM_COMPILERS)]
         self._quick, self._slow = _line("quick", NUM_QUICK), _line("slow", 1)
 
     def run(self) -> None:
@@ -64,14 +65,7 @@ class Worker:
     def _on_tokenizer(self, number: int, key: int, *what: Any) -> None:
         self._answer(number, lambda: self._tokenizers.make(key, *what))
 
-    def _on_try(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits) -> None:
-        def work() -> None:
-            tokenizer, num_logits, eos_ids = self._tokenizers.get(key)
-            Follower.compile(tokenizer, num_logits, kind, text, limits).try_steps(eos_ids)
-
-        self._compile.put(lambda: self._answer(number, work))
-
-    def _on_follow(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits, is_slow: bool) -> None:
+    def _on_follow(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits, lane: int) -> None:
         self._requests[number] = None
 
         def work() -> bytes:
@@ -85,7 +79,7 @@ class Worker:
             if number in self._requests and not self._answer(number, work):
                 self._requests.pop(number, None)
 
-        (self._compile_slow if is_slow else self._compile).put(job)
+        self._compile[lane].put(job)
 
     def _compiled(self, *what: Any) -> Follower:
         """A follower at the beginning: several answers to one prompt share a grammar, and so do a client's requests."""
@@ -150,11 +144,14 @@ class Worker:
         return reason is None
 
 
-def _line(name: str, num_threads: int) -> "queue.SimpleQueue[_Job]":
-    """Jobs, done in order by so many threads."""
+def _line(name: str, num_threads: int, niceness: int = 0) -> "queue.SimpleQueue[_Job]":
+    """Jobs, done in order by so many threads. niceness: of these alone, where a thread can have its own."""
     jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
 
     def work() -> None:
+        if niceness and sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         while True:
             jobs.get()()
 
@@ -163,11 +160,10 @@ def _line(name: str, num_threads: int) -> "queue.SimpleQueue[_Job]":
     return jobs
 
 
-def main(descriptor: int, limit_bytes: int) -> None:
-    """Obey until the connection ends. Does not return.
+def step_back(limit_bytes: int) -> None:
+    """Behind the arithmetic (nice), and before everyone else when memory is short.
 
-    The process steps back behind the arithmetic (nice) and before everyone else when memory is short. The parent ends
-    it: signals to the whole group, as from a terminal, are meant for the parent.
+    The parent ends this process: signals to the whole group, as from a terminal, are meant for the parent.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -178,6 +174,11 @@ def main(descriptor: int, limit_bytes: int) -> None:
             file.write("1000")
     except (OSError, ValueError):  # a system that has no such thing, or forbids it
         pass
+
+
+def main(descriptor: int, limit_bytes: int) -> None:
+    """Obey until the connection ends. Does not return."""
+    step_back(limit_bytes)
     with contextlib.suppress(EOFError, OSError):
         Worker(Connection(descriptor)).run()
     os._exit(0)
