@@ -54,12 +54,16 @@ class _Trial:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """trial: what its child is at, until until_s at the latest, whatever processor time it got."""
+    """trial: what its child is at, until until_s at the latest, whatever processor time it got.
+
+    num_known: tokenizers that had come when the child was forked; it knows no later one.
+    """
 
     index: int
     line: deque[_Trial] = field(default_factory=deque)
     trial: _Trial | None = None
     child: Child | None = None
+    num_known: int = 0
     until_s: float = 0.0
 
     def end_child(self) -> None:
@@ -75,6 +79,7 @@ class Trials:
         self._connection = connection
         self._tokenizers = Tokenizers()
         self._unreadable: dict[int, str] = {}
+        self._num_tokenizers = 0
         self._lanes = [_Lane(index) for index in range(len(SLICES_S))]
         self._trials: dict[bytes, _Trial] = {}
         self._waiting: dict[int, _Trial] = {}
@@ -116,9 +121,7 @@ class Trials:
             self._tokenizers.make(key, *what)
         except UnfitError as error:
             self._unreadable[key] = reason = str(error)
-        for lane in self._lanes:
-            if lane.trial is None:
-                lane.end_child()  # it has not read it; one at work is not asked for it any more
+        self._num_tokenizers += 1
         self._connection.send((number, 0, None, reason))
 
     def _on_try(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits) -> None:
@@ -175,7 +178,8 @@ class Trials:
         return None
 
     def _start(self, lane: _Lane, trial: _Trial) -> None:
-        if lane.child is not None and lane.child.limit_bytes != trial.limits.compile_bytes:
+        is_other = lane.child is not None and lane.child.limit_bytes != trial.limits.compile_bytes
+        if is_other or lane.num_known < self._num_tokenizers:
             lane.end_child()
         slice_s = min(SLICES_S[lane.index], trial.limits.compile_s)
         for _ in range(2):
@@ -191,6 +195,7 @@ class Trials:
         lane.trial, lane.until_s = trial, time.monotonic() + 1 + 4 * slice_s
 
     def _fork(self, lane: _Lane, trial: _Trial) -> Child:
+        lane.num_known = self._num_tokenizers
         inherited = [self._connection, *(other.child.connection for other in self._lanes if other.child is not None)]
         return Child(self._tokenizers, trial.limits.compile_bytes, NICENESS[lane.index], inherited)
 
