@@ -1,5 +1,6 @@
 """Structured output over HTTP: each kind holds, wrong ones are refused before scheduling, and nobody else waits."""
 
+import contextlib
 import json
 import re
 import threading
@@ -218,6 +219,31 @@ def test_grammars_of_clients_that_left_hold_nobody_up() -> None:
         while (engine := served.http.get("/load").json()["engine"])["trials"] or engine["compiling"]:
             assert time.monotonic() < deadline_s, engine
             time.sleep(0.05)
+        served.at_rest(5)
+
+
+def test_new_grammars_beyond_the_line_are_refused_at_once_and_known_ones_are_not() -> None:
+    parts = " & ".join(rf"/(.|\n)*[a-z]{{{length}}}.*/" for length in range(3, 33))
+    answers: list[httpx.Response] = []
+    with serving(max_model_len=512, max_new_grammars=1) as served:
+        served.chat(guided_regex="[ab]{3}", max_tokens=9)
+
+        def ask(number: int) -> None:
+            bad = {"prompt": "a", "guided_grammar": f"start: T\nT: {parts} & /(.|\\n)*q{number}.*/"}
+            with contextlib.suppress(httpx.ReadTimeout):  # the others are left
+                answers.append(served.post(COMPLETIONS, bad, timeout=2))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        served.chat(guided_regex="[ab]{3}", max_tokens=9)
+        for thread in threads:
+            thread.join()
+        late = [answer for answer in answers if answer.status_code == 503]
+        assert late, "16 at once, one at work and one in line"
+        for answer in late:
+            assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "overloaded"
+        assert any("the limit is 1.\nhint: try again" in answer.json()["error"]["message"] for answer in late)
         served.at_rest(5)
 
 

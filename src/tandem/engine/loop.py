@@ -123,7 +123,7 @@ class Loop:
         if not self._admission.idle:
             changes += self._admission.advance(now_s, drained=not self._flight and self.planner.idle)
         self._deliver(changes)
-        return bool(mail)
+        return bool(mail or changes)
 
     def _abort(self, request: str, now_s: float) -> Change | None:
         change = self._admission.abort(request) if request in self._live else None
