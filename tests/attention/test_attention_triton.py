@@ -1,5 +1,10 @@
 """Triton attention through the contract against float64: mixed batches, scattered tables, poisoned slots."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -186,3 +191,66 @@ def test_num_splits_follow_batch_and_length():
     assert backend.num_splits(1, 100_000, keys) == 64
     assert backend.num_splits(1, 20, keys) == 1
     assert [backend.num_splits(n, 2048, keys, True) for n in (256, 128, 64, 32, 8, 1)] == [1, 1, 2, 4, 8, 32]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_a_tile_read_ahead_holds_the_steps_own_token(shape, splits, monkeypatch):
+    sent = case(shape, [(1, 90), (1, 1)] if splits == 4 else [(1, 64), (1, 65)])
+    backend = TritonAttention(torch.device(DEVICE))
+    monkeypatch.setattr(backend, "num_splits", lambda _, length, *__: 64 if length > 100 else splits)
+    want = slow(*sent)
+    for _ in range(2):
+        assert_near(backend.attend(*sent), want)
+    sent[3].lengths_S[1] = 0  # padding, whatever its table names
+    got = backend.attend(*sent)
+    assert not got[1].any() and torch.equal(got[0], backend.attend(*sent)[0])
+
+
+def test_the_cache_is_read_ahead_where_that_was_faster():
+    backend, keys = TritonAttention(torch.device("cpu")), torch.empty(1, 16, 8, 128, dtype=torch.bfloat16)
+
+    def form(num, length):
+        return backend._form(num, backend.num_splits(num, length, keys), keys)
+
+    assert [num for num in (1, 4, 5, 8, 15, 16, 32, 33, 256) if form(num, 9000).get("ahead")] == [1, 4, 16, 32]
+    one_tile = [(num, length) for num in (1, 2, 4, 16) for length in (512, 2048) if "num_stages" in form(num, length)]
+    assert one_tile == [(1, 512), (1, 2048), (2, 512), (4, 512)]
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from tandem.kernels import attention_decode, launch
+
+class Absent:
+    get_current_device = get_current_stream = lambda self, device=None: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Absent())
+run = JITFunction.run
+made = []
+def compile_only(self, *args, grid, warmup, **fixed):
+    made.append(run(self, *args, grid=grid, warmup=True, **fixed))
+JITFunction.run = compile_only
+launch.FAST, launch.has_dependent_launch = False, lambda device: True
+queries, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 8, 64), (9, 16, 2, 64)))
+table, length = torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+attention_decode.decode_attention(
+    queries, cache, cache, table, length, queries, attention_decode.Scratch(queries.device), 1.0, 1, num_warps=4,
+    num_stages=1, ahead=True,
+)
+print(made[0].asm["ptx"])
+"""
+
+
+def test_a_tile_is_asked_for_before_the_wait_and_the_steps_own_token_after():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after = done.stdout.split("griddepcontrol.wait")
+    wide, past_l1 = r"ld\.global\.v4", r"ld\.global\.cg"
+    assert len(re.findall(wide, before)) == 16 and not re.findall(past_l1, before), "64 tokens of keys and values"
+    assert re.findall(past_l1, after), "the token that the kernel before has written"

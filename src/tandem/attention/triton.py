@@ -1,10 +1,12 @@
 """Attention by tandem's own Triton kernels. It knows the contract and which kernel takes which spans."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tandem.attention.contract import AttentionShape, Batch
-from tandem.kernels.launch import num_multiprocessors
+from tandem.kernels.launch import num_multiprocessors, reads_ahead
 
 
 class TritonAttention:
@@ -75,8 +77,15 @@ class TritonAttention:
         order_S = batch.order_S if splits == 1 or splits > usual else None
         decode_attention(
             queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
-            shape.window, shape.softcap, order_S=order_S,
+            shape.window, shape.softcap, order_S=order_S, **self._form(num, splits, keys_NPKD),
         )  # fmt: skip
+
+    def _form(self, num_decodes: int, num_splits: int, keys_NPKD: Tensor) -> dict[str, Any]:
+        """Whether the first tile is read ahead, and the form of programs that have no other."""
+        if not reads_ahead(num_decodes):
+            return {}
+        has_one_tile = num_decodes <= 4 and num_splits < self.num_splits(num_decodes, 1 << 30, keys_NPKD)
+        return {"ahead": True, **({"num_warps": 4, "num_stages": 1} if has_one_tile else {})}
 
     def _prefill(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,

@@ -125,15 +125,21 @@ def _leave_part(
 
 
 @triton.jit
+def _offset(table_ptr, positions, block_stride, position_stride, P: tl.constexpr):
+    """Where positions of a span lie in the cache; of those before its beginning, any place."""
+    positions = tl.maximum(positions, 0)
+    blocks = tl.load(table_ptr + positions // P).to(tl.int64)
+    return blocks * block_stride + (positions % P) * position_stride
+
+
+@triton.jit
 def _load_tile(
     keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride,
     D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Keys [WIDTH, TILE] and values [TILE, WIDTH] of these positions, through the block table."""
     inner = tl.arange(0, WIDTH)
-    near = tl.minimum(columns, length - 1)
-    blocks = tl.load(table_ptr + near // P).to(tl.int64)
-    offsets = blocks * block_stride + (near % P) * position_stride
+    offsets = _offset(table_ptr, tl.minimum(columns, length - 1), block_stride, position_stride, P)
     if WIDTH == D:
         key = tl.load(keys_ptr + offsets[None, :] + inner[:, None])
         value = tl.load(values_ptr + offsets[:, None] + inner[None, :])
@@ -143,13 +149,48 @@ def _load_tile(
     return key, value
 
 
+@triton.jit
+def _put_newest(key, value, new_key_ptr, new_value_ptr, columns, length, D: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile that was loaded too early to hold the step's own token, with it; past L1, which may hold the old one."""
+    inner = tl.arange(0, WIDTH)
+    new_key = tl.load(new_key_ptr + inner, inner < D, other=0.0, cache_modifier=".cg")
+    new_value = tl.load(new_value_ptr + inner, inner < D, other=0.0, cache_modifier=".cg")
+    is_newest = columns >= length - 1  # columns behind it are copies of it
+    return (
+        tl.where(is_newest[None, :], new_key[:, None], key),
+        tl.where(is_newest[:, None], new_value[None, :], value),
+    )
+
+
+@triton.jit
+def _attend_tile(
+    acc, top, total, query, key, value, columns, end, oldest, scale, softcap,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile in, of which the positions from oldest, if there is a window, to end are seen."""
+    score = scores(query, key, scale, softcap, HAS_SOFTCAP, UPCAST)
+    seen = columns < end
+    if HAS_WINDOW:
+        seen = seen & (columns >= oldest)
+    score = tl.where(seen[None, :], score, NOTHING)
+    return take_tile(acc, top, total, score, value, UPCAST)
+
+
+@triton.jit
+def _write(acc, total, out_ptr, row_mask, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """The result of the only part. A padding row (length 0) has total 0 and gets zeros."""
+    rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out_ptr + rows[:, None] * D + inner[None, :], result.to(out_ptr.dtype.element_ty), row_mask)
+
+
 @triton.jit(do_not_specialize=["num_splits", "window", "table_stride"])
 def _decode_kernel(
     queries_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, order_ptr, out_ptr, partial_ptr, marks_ptr,
     tickets_ptr, scale, softcap, window, num_splits, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_ORDER: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, span, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL == 1:
@@ -159,9 +200,7 @@ def _decode_kernel(
         span = tl.load(order_ptr + span).to(tl.int32)
     length = tl.load(lengths_ptr + span)
     rows, inner, lanes = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0) // TILE * TILE
+    first = tl.maximum(length - window, 0) // TILE * TILE if HAS_WINDOW else 0
     start, end, num_shares = first, length, 1
     if HAS_SPLITS:
         start, end, num_shares = _share(
@@ -170,6 +209,11 @@ def _decode_kernel(
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     keys_ptr += head * D
     values_ptr += head * D
+    if AHEAD:  # so are all keys and values but the newest token's
+        newest, columns = _offset(table_ptr, length - 1, block_stride, position_stride, P), start + lanes
+        key, value = _load_tile(
+            keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
+        )
     if PDL > 0:
         gdc_wait()
     if split >= num_shares:  # behind the wait: a kernel is done only when all before it are
@@ -180,17 +224,22 @@ def _decode_kernel(
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     top = tl.full([ROWS], NOTHING, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    oldest = length - window
+    if AHEAD:
+        key, value = _put_newest(key, value, keys_ptr + newest, values_ptr + newest, columns, length, D, WIDTH)
+        acc, top, total = _attend_tile(
+            acc, top, total, query, key, value, columns, end, oldest, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
+        )
+        total, acc = tl.where(length > 0, total, 0.0), tl.where(length > 0, acc, 0.0)
+        start += TILE
     for tile in range(start, end, TILE):
         columns = tile + lanes
         key, value = _load_tile(
             keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
         )
-        score = scores(query, key, scale, softcap, HAS_SOFTCAP, UPCAST)
-        seen = columns < end
-        if HAS_WINDOW:
-            seen = seen & (columns >= length - window)
-        score = tl.where(seen[None, :], score, NOTHING)
-        acc, top, total = take_tile(acc, top, total, score, value, UPCAST)
+        acc, top, total = _attend_tile(
+            acc, top, total, query, key, value, columns, end, oldest, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
+        )
     if PDL == 2:
         gdc_launch_dependents()
     out_ptr += span.to(tl.int64) * (K * G * D) + head * (G * D)
@@ -200,9 +249,7 @@ def _decode_kernel(
             num_shares, row_mask, G, ROWS, D, WIDTH, HEADS, MERGED,
         )  # fmt: skip
     else:
-        # A padding row (length 0) has total 0 and gets zeros.
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(out_ptr + rows[:, None] * D + inner[None, :], result.to(out_ptr.dtype.element_ty), row_mask)
+        _write(acc, total, out_ptr, row_mask, ROWS, D, WIDTH)
 
 
 class Scratch:
@@ -251,6 +298,7 @@ def decode_attention(
     queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor, out_THD: Tensor,
     scratch: Scratch, scale: float, num_splits: int, window: int | None = None, softcap: float | None = None,
     num_warps: int = 2, num_stages: int = 3, tile: int | None = None, order_S: Tensor | None = None,
+    ahead: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S].
 
@@ -259,6 +307,8 @@ def decode_attention(
     heads of a span are taken side by side, since they lie side by side in the cache.
     Lengths, tables and order are read ahead of the wait for the kernel before, so no kernel that lets its successor
     start early may write them (of ours, none does).
+    ahead: so are the keys and values of each program's first tile, the step's own token excepted, so that the cache is
+    read while the projection is still at work. Only where reads_ahead of launch.py says so.
     """
     num_spans, (block_size, num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[1:]
     group = queries_THD.shape[1] // num_kv_heads
@@ -273,5 +323,5 @@ def decode_attention(
         K=num_kv_heads, G=group, ROWS=max(16, heads), D=head_dim, WIDTH=width, P=block_size, TILE=tile, HEADS=heads,
         MERGED=max(1, min(16, 2048 * num_warps // (heads * width))), HAS_SPLITS=num_splits > 1,
         HAS_ORDER=order_S is not None, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        UPCAST=interpreted(), **options(queries_THD, "attention", num_warps, num_stages),
+        AHEAD=ahead, UPCAST=interpreted(), **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip

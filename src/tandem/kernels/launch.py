@@ -78,9 +78,23 @@ def _imports(name: str) -> bool:
 #   - weights, and tables made when the model was: nothing in a step writes them;
 #   - what was written two kernels back or more, by kernels whose predecessor is in mode 2, for that one was past its
 #     own wait when it let them start: attention behind rope (lengths, block tables, order of spans), the end of a
-#     step behind sample (hidden states). So rope and sample stay in 2.
+#     step behind sample (hidden states). So rope and sample stay in 2;
+#   - where rope lets attention start early (reads_ahead), what was written before the first norm of the step: that one
+#     is in mode 2, and none behind it writes lengths, tables, or keys and values that a span of one token reads, but its
+#     own: blocks are shared once an earlier step has computed them (Ledger.learn, and fork behind the prompt's step).
 # A program must not return ahead of its wait, and a kernel that lets its successor start must wait itself.
-DEPENDENT = {"norm": 1, "activation": 2, "rope": 2, "attention": 1, "stream": 1, "linear": 2, "sample": 2}
+DEPENDENT = {
+    "norm": 1, "first norm": 2, "activation": 2, "rope": 2, "early rope": 1, "attention": 1, "stream": 1, "linear": 2,
+    "sample": 2,
+}  # fmt: skip
+
+
+def reads_ahead(num_tokens: int) -> bool:
+    """Whether attention of so many spans reads the cache ahead of its wait (attention_decode.py), behind an early rope.
+
+    Between, its programs take the places of those at work: measured at 8 spans of 500 tokens and more (docs/log.md).
+    """
+    return num_tokens <= 4 or 16 <= num_tokens <= 32
 
 
 def options(tensor: Tensor, family: str, num_warps: int, num_stages: int = 2) -> dict[str, Any]:

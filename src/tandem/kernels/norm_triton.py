@@ -55,7 +55,7 @@ def _launch(
             x, x if residual_TE is None else residual_TE, weight_E, out, total, eps, x.stride(-2),
             0 if residual_TE is None else residual_TE.stride(0), x.stride(0) if x.dim() == 3 else 0,
             size, HAS_RESIDUAL=residual_TE is not None, NUM_PARTS=x.shape[0] if x.dim() == 3 else 1, BLOCK=block,
-            **options(x, "norm", num_warps=min(max(block // 512, 1), 16)),
+            **options(x, "first norm" if residual_TE is None else "norm", num_warps=min(max(block // 512, 1), 16)),
         )  # fmt: skip
     return out, total
 

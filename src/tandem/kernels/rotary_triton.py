@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.launch import next_power_of_2, options, start
+from tandem.kernels.launch import next_power_of_2, options, reads_ahead, start
 
 
 @triton.jit
@@ -99,6 +99,6 @@ def norm_rope_store_triton(
             qkv.stride(-2), qkv.stride(0) if qkv.dim() == 3 else 0,
             H=num_heads, K=num_kv_heads, D=head_dim, HALF=next_power_of_2(head_dim // 2), HEADS=HEADS,
             HAS_NORM=has_norm, NUM_PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
-            enable_fp_fusion=False, **options(qkv, "rope", NUM_WARPS),
+            enable_fp_fusion=False, **options(qkv, "early rope" if reads_ahead(num_tokens) else "rope", NUM_WARPS),
         )  # fmt: skip
     return queries
