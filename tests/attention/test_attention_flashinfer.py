@@ -11,8 +11,8 @@ from test_attention_triton import DEVICE, assert_near, case, slow
 
 from tandem.attention import flashinfer, flashinfer_module, triton
 from tandem.attention.choice import attention_backend
-from tandem.attention.triton import TritonAttention
 from tandem.errors import SettingError
+from tandem.kernels import attention_library as library
 from tandem.kernels import launch
 
 pytestmark = [
@@ -124,6 +124,25 @@ def test_a_schedule_that_later_steps_overwrote_is_made_again(taken):
         backend.attend(*case(SHAPE, [(5 + number, 30)]))
     assert_near(backend.attend(*sent), slow(*sent))
     assert len(module.plans) == flashinfer.PAGES + 2
+
+
+def test_where_it_was_measured_to_be_faster():
+    worth = library.paged_is_worth_it
+    assert worth([(0, 8192)]) and worth([(4096, 64)]) and worth([(0, 6000), (100, 40)]) and worth([(512, 128)] * 64)
+    assert not worth([(0, 32)] * 256) and not worth([(4096, 2)]) and not worth([])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the module of this test computes on the CPU")
+@pytest.mark.parametrize("spans", [[(48, 48)], [(48, 48), (33, 33)], [(1, 5), (48, 48)]])
+def test_only_one_long_whole_prompt_alone_is_the_other_library_s(spans, monkeypatch):
+    monkeypatch.setattr(library, "STEP", 16)
+    monkeypatch.setattr(library, "SHORTEST_PAGED", 16)
+    monkeypatch.setattr(library, "SHORTEST_ALONE", 40)
+    monkeypatch.setattr(library, "is_worth_it", lambda start, *_: start == 0)
+    module, sent = Module(), case(SHAPE, spans)
+    sent[1].nan_to_num_(), sent[2].nan_to_num_()
+    assert_near(backend_of(module).attend(*sent), slow(*sent))
+    assert module.runs == (1 if len(spans) > 1 and spans[0][0] > 1 else 0)
 
 
 # When it is chosen
@@ -273,63 +292,3 @@ def test_gpu_results_are_near_float64(heads, spans, taken):
     found, want = backend.attend(queries, keys, values, batch, asked), slow(queries, keys, values, batch, asked)
     assert any(isinstance(made, flashinfer._Schedule) for made in batch.scratch.values())
     assert (found.double() - want).norm() / want.norm() < 6e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")
-@torch.inference_mode()
-def test_gpu_steps_do_not_synchronise(taken=None):
-    """Chunks, mixed steps and graphs, two steps in flight: near what our kernels give, and the host never waits."""
-    from runner_drive import Drive, greedy
-
-    from tandem.attention.contract import KVCache
-    from tandem.layers.linear import linear_scheme
-    from tandem.models.registry import build, spec_from_config
-    from tandem.runner.cuda import CudaRunner
-    from tandem.runner.device_sampling import GREEDY
-    from tandem.runner.streams import CudaStreams
-
-    backend, place = real_backend(128), torch.device("cuda", 0)
-    config = {
-        "model_type": "llama", "vocab_size": 997, "hidden_size": 512, "intermediate_size": 512,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
-        "max_position_embeddings": 2048, "tie_word_embeddings": False,
-    }  # fmt: skip
-    spec = spec_from_config(config)
-    model = build(spec, torch.bfloat16, place, linear=linear_scheme(None, place, False))
-    generator = torch.Generator().manual_seed(1)
-    for _, target in sorted(model.targets().items()):
-        weight = torch.randn(target.shape, generator=generator)
-        target.write((weight * target.shape[-1] ** -0.5 if len(target.shape) > 1 else 1 + 0.1 * weight).bfloat16())
-    asked = [(f"r{i}", [(31 * i + 17 * j * j) % 997 for j in range(700 + 90 * i)], greedy(8)) for i in range(6)]
-
-    def run(backend):
-        cache = KVCache.allocate(2, 600, 16, 2, 128, torch.bfloat16, place)
-        runner = CudaRunner(
-            model, cache, backend, CudaStreams(place), num_rows=8, max_length=2048, max_tokens=2048, depth=2
-        )
-        runner.warm_up((GREEDY,), 60.0)
-        driven = Drive(asked, 8, 600, 16, chunk=400, join=0.5)
-        return driven.run(runner)
-
-    run(backend)  # compiles
-    num_plans, plan = 0, backend._module.plan
-
-    class Counted:
-        paged_run = backend._module.paged_run
-
-        def plan(self, *args):
-            nonlocal num_plans
-            num_plans += 1
-            return plan(*args)
-
-    counted = flashinfer.FlashInferAttention(place, Counted(), torch.bfloat16, 128)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = run(counted)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert num_plans > 8
-    expected = run(TritonAttention(place))
-    first = [found[id][0] == expected[id][0] for id, _, _ in asked]
-    assert sum(first) >= len(first) - 1, "the first tokens, up to a near tie"

@@ -22,9 +22,9 @@ from tandem.attention.contract import AttentionShape, Batch
 from tandem.attention.flashinfer_module import REINSTALL, UnavailableError, first_line, load_module, require
 from tandem.attention.triton import TritonAttention
 from tandem.kernels import launch
-from tandem.kernels.attention_library import paged_is_worth_it
+from tandem.kernels.attention_library import beats_paged, paged_is_worth_it
 
-PAGES = 6  # one more than steps can be in flight, and one to be filled
+PAGES = 5  # four for the steps that may be in flight, and one to be filled
 PAGE_BYTES = 1 << 20
 TILE = 128  # query rows of one entry of a schedule, at least
 ENTRY_BYTES, FIXED_BYTES = 7 * 4, 4096  # of an entry; of the rest of a schedule, at most
@@ -102,7 +102,8 @@ class FlashInferAttention(TritonAttention):
     """As TritonAttention, but spans of several tokens that are long enough go to FlashInfer, together in one kernel.
 
     Only in steps whose spans the host knows, hence never in a captured graph. What it cannot do (windows that hide
-    something, caps, other dtypes) and what is short stays with our kernels, layer by layer.
+    something, caps, other dtypes) and what is short stays with our kernels, layer by layer. cuDNN has whole prompts
+    only where it is faster still.
 
     module      FlashInfer's compiled functions ``plan`` and ``paged_run``.
     dtype, head_dim  what the module was compiled for.
@@ -120,38 +121,48 @@ class FlashInferAttention(TritonAttention):
         out_THD: Tensor,
     ) -> None:  # fmt: skip
         schedule = None
-        if self._takes(queries_THD, keys_NPKD, values_NPKD, batch, shape):
+        if self._takes(queries_THD, keys_NPKD, values_NPKD, batch, shape) and not self._all_whole_prompts(
+            batch, keys_NPKD, shape
+        ):
             schedule = self._schedule_of(batch, shape, keys_NPKD.shape[1])
         if schedule is None:
             super()._prefill(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
             return
         self._run(schedule, queries_THD, keys_NPKD, values_NPKD, batch.num_decodes, shape.scale, out_THD)
 
+    def _all_whole_prompts(self, batch: Batch, keys_NPKD: Tensor, shape: AttentionShape) -> bool:
+        return beats_paged(batch.host_spans[batch.num_decodes :]) and super()._all_whole_prompts(
+            batch, keys_NPKD, shape
+        )
+
     def _takes(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
     ) -> bool:
-        spans = batch.host_spans[batch.num_decodes :]
+        """Whether the module can attend this layer."""
         return (
             not launch.COMPILING and not queries_THD.is_meta
             and queries_THD.dtype == keys_NPKD.dtype == self._dtype and keys_NPKD.shape[3] == self._head_dim
             and keys_NPKD.stride() == values_NPKD.stride()
             and not shape.softcap and (shape.window is None or batch.max_length <= shape.window)
-            and len(spans) == batch.lengths_S.shape[0] - batch.num_decodes and paged_is_worth_it(spans)
         )  # fmt: skip
 
     def _schedule_of(self, batch: Batch, shape: AttentionShape, block_size: int) -> _Schedule | None:
-        """The step's schedule, made by the first layer that asks. None: there is no room for it now."""
+        """The step's schedule, made by the first layer that asks. None: it is not worth it, or there is no room now."""
         key = f"flashinfer {shape.num_heads}/{shape.num_kv_heads}"
         if key in batch.scratch:
             known = batch.scratch[key]
             if known is None or (isinstance(known, _Schedule) and known.page.turn == known.turn):
                 return known
-        found = batch.scratch[key] = self._plan(batch, shape.num_heads, shape.num_kv_heads, block_size)
+        found, spans = None, batch.host_spans[batch.num_decodes :]
+        if len(spans) == batch.lengths_S.shape[0] - batch.num_decodes and paged_is_worth_it(spans):
+            found = self._plan(batch, spans, shape.num_heads, shape.num_kv_heads, block_size)
+        batch.scratch[key] = found
         return found
 
-    def _plan(self, batch: Batch, num_heads: int, num_kv_heads: int, block_size: int) -> _Schedule | None:
+    def _plan(
+        self, batch: Batch, spans: Sequence[tuple[int, int]], num_heads: int, num_kv_heads: int, block_size: int
+    ) -> _Schedule | None:
         """Host work and one asynchronous copy. The module needs no table on the host, only where each begins."""
-        spans = batch.host_spans[batch.num_decodes :]
         num_tiles = sum(-(-length // TILE) for _, length in spans)
         if num_tiles * num_heads * ENTRY_BYTES + FIXED_BYTES > PAGE_BYTES:
             return None
@@ -201,7 +212,7 @@ def _error_of_a_trial(backend: FlashInferAttention) -> float:
     tables_SB = torch.randperm(2 * width, generator=generator).view(2, width).to(device, torch.int32)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     batch = Batch(nothing, nothing, nothing, nothing, nothing, tables_SB, None, 0, 150, 220, host_spans=list(spans))
-    schedule = backend._plan(batch, heads, kv_heads, block_size)
+    schedule = backend._plan(batch, spans, heads, kv_heads, block_size)
     assert schedule is not None
     found_THD = torch.full_like(queries_THD, math.nan)
     backend._run(schedule, queries_THD, cache[0], cache[1], 0, head_dim**-0.5, found_THD)

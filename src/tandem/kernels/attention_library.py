@@ -1,8 +1,8 @@
-"""Whole prompts by the vendor's fused attention (cuDNN, through torch), where it was measured to beat our kernel.
+"""Where libraries were measured to attend faster than our kernel; whole prompts by cuDNN, through torch.
 
-It knows spans that start at position 0. Keys and values are gathered from the cache first: a copy of a few megabytes,
-against an amount of arithmetic that grows with the square of the length. cuDNN builds a plan for each new length,
-about 45 ms on the host, so lengths are rounded up; causality hides the rows behind the end.
+For cuDNN it knows spans that start at position 0. Keys and values are gathered from the cache first: a copy of a few
+megabytes, against an amount of arithmetic that grows with the square of the length. cuDNN builds a plan for each new
+length, about 45 ms on the host, so lengths are rounded up; causality hides the rows behind the end.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 STEP = 512  # lengths are rounded up to a multiple, so that few plans are built
 SHORTEST = 2048  # below, our kernel is as fast and needs neither gather nor plan
+SHORTEST_PAGED = 64  # mean tokens of a span, from which on FlashInfer's paged prefill is faster than our kernel
+SHORTEST_ALONE = 8192  # tokens of a whole prompt, from which on cuDNN is 3 to 7 % faster than that
 
 
 def padded_length(length: int) -> int:
@@ -29,8 +31,17 @@ def is_worth_it(start: int, length: int, dtype: torch.dtype, head_dim: int) -> b
 
 
 def paged_is_worth_it(spans: Sequence[tuple[int, int]]) -> bool:
-    """Spans (start, length) of several tokens that FlashInfer's paged prefill is to attend together in one launch."""
-    return sum(length for _, length in spans) >= 256
+    """Whether FlashInfer attends spans (start, length) of several tokens faster, all of them in one launch.
+
+    It gives each span and head tiles of 128 queries, and was 1.3 to 1.8 times faster than our kernel with spans of 64
+    to 8,192 tokens, behind a prefix or not, but slower with many spans of 32 (docs/benchmarks.md).
+    """
+    return sum(length for _, length in spans) >= SHORTEST_PAGED * len(spans) > 0
+
+
+def beats_paged(spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether cuDNN attends whole prompts faster than FlashInfer: only one alone, and only if it is long."""
+    return len(spans) == 1 and spans[0][1] >= SHORTEST_ALONE
 
 
 def whole_prompt_attention(
