@@ -76,7 +76,7 @@ def _serve(
         while True:
             tokenizer, kind, text, limits, slice_s = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, slice_s)
-            reason = _try(tokenizers.get(tokenizer), kind, text, limits)
+            reason = try_grammar(tokenizers.get(tokenizer), kind, text, limits)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(reason)
     except (EOFError, OSError, MemoryError):
@@ -85,7 +85,8 @@ def _serve(
         os._exit(0)
 
 
-def _try(tokenizer: tuple[Any, int, tuple[int, ...]], kind: str, text: str, limits: GrammarLimits) -> str | None:
+def try_grammar(tokenizer: tuple[Any, int, tuple[int, ...]], kind: str, text: str, limits: GrammarLimits) -> str | None:
+    """Why it is refused; None: it fits."""
     made, num_logits, eos_ids = tokenizer
     try:
         Follower.compile(made, num_logits, kind, text, limits).try_steps(eos_ids)

@@ -1,13 +1,13 @@
 """Grammars are tried before they are taken, in a process that forks others for it. It knows no requests, only numbers.
 
-    fresh ──► 10 ms each ──► fits / refused         a line, and one child at work, in each lane; slices are of
+    fresh ──► 15 ms each ──► fits / refused         a line, and one child at work, in each lane; slices are of
                  └──► 60 ms each ──► …              processor time; the lower lanes are nicer
          still at it └──► 0.5 s each ──► …
                              └──► compile_s each ──► …
 
 A cheap grammar waits for the first slices of those before it, and for nothing else. What has had a slice begins anew in
 the next lane: slices grow by so much that what is lost is a small part, and nothing half done holds memory. This one
-compiles nothing, so no grammar can end it; a child that is killed is forked anew within 5 ms.
+compiles nothing of a client's, so no grammar can end it; a child that is killed is forked anew within 5 ms.
 
     parent ═ orders ═► here: (what, number, ...)      news ═► parent: (number, 0, verdict, None)
     verdict: ("fits", lane), ("refused", why), ("overloaded", why), ("unreadable", why the tokenizer is)
@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tandem.sampling.grammar_child import Child, GoneError, OverdueError
+from tandem.sampling.grammar_child import Child, GoneError, OverdueError, try_grammar
 from tandem.sampling.grammar_follow import Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_text import HINT, SIMPLER, UnfitError
 from tandem.sampling.grammar_worker import step_back
 
-SLICES_S = (0.01, 0.06, 0.5, math.inf)  # a usual schema takes 1 to 6 ms, the largest real ones 0.3 s
-NICENESS = (0, 10, 10, 10)
+SLICES_S = (0.015, 0.06, 0.5, math.inf)  # a usual schema takes 3 to 9 ms in a fresh child, the largest real ones 0.3 s
+NICENESS = (0, 5, 14, 14)
 MAX_HEAVY = (0, 32, 8, 8)  # in the line of a lower lane
 MAX_REMEMBERED = 16384
 REFUSED_S = 60.0
@@ -119,6 +119,7 @@ class Trials:
         reason = None
         try:
             self._tokenizers.make(key, *what)
+            try_grammar(self._tokenizers.get(key), "json_object", "", GrammarLimits())  # what is done once is done here
         except UnfitError as error:
             self._unreadable[key] = reason = str(error)
         self._num_tokenizers += 1
