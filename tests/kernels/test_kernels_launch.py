@@ -72,7 +72,7 @@ def test_while_compiling_ahead_nothing_is_kept(kernel):
     from triton.runtime.jit import JITFunction
 
     before = JITFunction.run
-    with launch.compile_ahead(1):
+    with launch.compile_ahead():
         assert not launch.FAST
         for _ in range(2):  # layer after layer asks for the same one
             launch.start(kernel, (1,), torch.zeros(4), 2, 1.0, BLOCK=1, PDL=0)

@@ -15,6 +15,7 @@ from tandem.request import SamplingParams
 from tandem.runner.cpu import CpuRunner
 from tandem.runner.cuda import CudaRunner
 from tandem.runner.device_sampling import GENERAL, GREEDY, PLAIN
+from tandem.runner.slots import Slot
 from tandem.runner.streams import EagerStreams
 
 CONFIG = {
@@ -99,8 +100,9 @@ def test_tokens_depend_on_nothing_but_the_request(model, params_of):
             assert runner.statistics()["graphs"] > 0
 
 
-def test_a_steady_step_sends_nothing_and_new_blocks_a_few_bytes(model):
-    sent = []
+def test_a_steady_step_copies_nothing_in_and_new_blocks_lie_in_pinned_memory(model, monkeypatch):
+    sent, posted, post = [], [], Slot.post
+    monkeypatch.setattr(Slot, "post", lambda slot, array: posted.append(array.nbytes) or post(slot, array))
 
     class Counting(EagerStreams):
         def copy(self, stream, target, source):
@@ -114,9 +116,8 @@ def test_a_steady_step_sends_nothing_and_new_blocks_a_few_bytes(model):
     _, driven = drive(runner, [(f"r{i}", [1, 2, 3], greedy(33)) for i in range(4)])
     steps = 33
     assert driven.num_steady == steps - 2
-    decode_only = sent[2:]
-    assert len(decode_only) == 8, "a new block every fourth step, for all rows at once"
-    assert max(decode_only) <= 4 * (8 + 4) + 16
+    assert len(sent) == 2, "the prompts, and the list of rows"
+    assert posted == [4 * 8] * 8, "a new block every fourth step, for all rows at once"
 
 
 def test_every_path_of_a_graph_is_used_and_padding_writes_nowhere(model):

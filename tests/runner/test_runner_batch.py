@@ -36,9 +36,7 @@ class Account:
         plan = packed.plan
         for arrival in plan.arrivals:
             self.tables[arrival.row], self.tokens[arrival.row] = [], list(arrival.tokens)
-        self.rows.grow(
-            torch.tensor(packed.places_C, dtype=torch.int64), torch.tensor(packed.blocks_C, dtype=torch.int32)
-        )
+        self.rows.grow(torch.tensor((packed.places_C, packed.blocks_C), dtype=torch.int32))
         self.num_reused += packed.layout is None
         batch = self.assembler.assemble(packed)
         self.check(plan, batch)

@@ -143,7 +143,11 @@ def _at_once(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "num_spans"])
+# Behind decodes in a step the tables, lengths and starts of prompts begin anywhere: one variant must do for all.
+@triton.jit(
+    do_not_specialize=["window", "table_stride"],
+    do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr", "starts_ptr"],
+)
 def _prefill_kernel(
     queries_ptr, keys, values, tables_ptr, lengths_ptr, starts_ptr, out_ptr, partial_ptr, marks_ptr,
     scale, softcap, window, query_stride, block_stride, position_stride, table_stride,

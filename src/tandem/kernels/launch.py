@@ -7,10 +7,10 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,27 +30,48 @@ def interpreted() -> bool:
 
 def runs_triton(tensor: Tensor) -> bool:
     """The kernel is taken for this tensor; elsewhere its torch twin."""
-    return tensor.is_cuda and has_triton() and not interpreted()
+    return (tensor.is_cuda or (_planned is not None and tensor.is_meta)) and has_triton() and not interpreted()
+
+
+class Target(NamedTuple):
+    """What kernels depend on of a device."""
+
+    capability: tuple[int, int]
+    num_multiprocessors: int
+
+
+_planned: Target | None = None  # within planning(): the device that tensors without memory stand for
+
+
+def target_of(device: torch.device) -> Target | None:
+    """The facts of a CUDA device, or of the one that is planned for; None: of neither."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return Target((found.major, found.minor), found.multi_processor_count)
+    return _planned if device.type == "meta" else None
 
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a device; an H200's 132 where there is none, so that choices can be tested."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    target = target_of(device)
+    return 132 if target is None else target.num_multiprocessors
 
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
     """The device starts a kernel while its predecessor drains (programmatic dependent launch, capability 9.0)."""
-    if device.type != "cuda" or interpreted() or os.environ.get("TANDEM_DEPENDENT_LAUNCH") == "0":
+    target = target_of(device)
+    if target is None or interpreted() or os.environ.get("TANDEM_DEPENDENT_LAUNCH") == "0":
         return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return target.capability[0] >= 9
 
 
 @cache
 def has_streams(device: torch.device) -> bool:
     """Whether linear_stream.py runs there: Hopper's tensor cores and copy engine, and a Triton that has Gluon's 3.6."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    target = target_of(device)
+    if target is None or target.capability[0] != 9:
         return False
     version = importlib.import_module("triton").__version__.split(".")[:2]
     return tuple(map(int, version)) >= (3, 6) and _imports("triton.experimental.gluon.nvidia.hopper")
@@ -164,17 +185,18 @@ def next_power_of_2(number: int) -> int:
 
 
 @contextmanager
-def compile_ahead(num_threads: int = 16) -> Iterator[None]:
+def compile_ahead(executor: Executor | None = None) -> Iterator[None]:
     """Within, launches of Triton kernels only compile, side by side; all are ready at the end. Nothing is launched.
 
-    Run a model's forward within for each shape of batch that will come: kernels that would compile one after the
-    other, at their first launches, compile in as many threads instead. What torch itself launches does run, on
-    whatever the outputs of the kernels that were not launched hold.
+    Run a model's forward within for each shape of batch that will come. What torch itself launches does run, on
+    whatever the outputs of the kernels that were not launched hold; within planning() too there is nothing to run.
+
+    executor: compiles; None: threads, which are of little use while kernels are parsed, since that is Python.
     """
     if not has_triton() or interpreted():
         yield
         return
-    triton = importlib.import_module("triton")
+    mode = importlib.import_module("triton").AsyncCompileMode
     function = importlib.import_module("triton.runtime.jit").JITFunction
     launch = function.run
 
@@ -185,7 +207,49 @@ def compile_ahead(num_threads: int = 16) -> Iterator[None]:
     function.run, was_fast, FAST, COMPILING = only_compile, FAST, False, True
     _asked.clear()
     try:
-        with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
+        with ThreadPoolExecutor(16) if executor is None else nullcontext(executor) as workers, mode(workers):
             yield
     finally:
         function.run, FAST, COMPILING = launch, was_fast, False
+
+
+@contextmanager
+def planning(target: Target) -> Iterator[None]:
+    """Within, tensors without memory ("meta") stand for those of a device. No driver is asked for anything.
+
+    Kernels may be compiled (compile_ahead), not launched.
+    """
+    global _planned
+    drivers = importlib.import_module("triton.runtime").driver
+    was_active = drivers._active  # asking for it would open the device
+    _forget()
+    _planned = target
+    drivers.set_active(_Planned(target))
+    try:
+        yield
+    finally:
+        _planned = None
+        _forget()
+        drivers._active = was_active
+
+
+class _Planned:
+    """As much of Triton's driver as compiling asks for."""
+
+    def __init__(self, target: Target) -> None:
+        major, minor = target.capability
+        self._target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def _forget() -> None:
+    for known in (num_multiprocessors, has_dependent_launch, has_streams):
+        known.cache_clear()

@@ -46,7 +46,7 @@ def _launch(
     num_tokens, size = x.shape[-2:]
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty((num_tokens, size), dtype=dtype, device=x.device)
-    total = torch.empty_like(out) if residual_TE is not None else out
+    total = torch.empty((num_tokens, size), dtype=dtype, device=x.device) if residual_TE is not None else out
     if residual_TE is not None and residual_TE.stride(-1) != 1:
         residual_TE = residual_TE.contiguous()
     if num_tokens:

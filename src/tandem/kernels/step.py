@@ -4,7 +4,7 @@ It knows rows, block tables and positions; it does not know models or plans. Row
 rows, so that -1, the row of padding, is a row too: padding gets position 0, slot -1 and length 0, so that it writes
 nowhere and attends to nothing.
 
-Each of the three is one kernel on a GPU, since a step of a small model lasts only some hundred microseconds.
+Each of them is one kernel on a GPU, since a step of a small model lasts only some hundred microseconds.
 """
 
 import torch
@@ -61,6 +61,14 @@ def advance_torch(
     turn_1.add_(1).remainder_(num_turns)
 
 
+def grow_torch(pairs_2C: Tensor, tables: Tensor) -> None:
+    """Write new entries of block tables, in place: pairs_2C[1], ids, at the flat places pairs_2C[0]; all int32.
+
+    The kernel takes pairs in pinned host memory, too, and reads them when its turn comes; the tables say where it runs.
+    """
+    tables.view(-1)[pairs_2C[0].long()] = pairs_2C[1]
+
+
 def finish_torch(
     tokens_R: Tensor, hidden_RE: Tensor, rows_R: Tensor, last_R: Tensor, home_DR: Tensor, turn_1: Tensor
 ) -> None:
@@ -98,6 +106,14 @@ def advance(
         rows_S, starts_S, last_R, tables_RB, block_size, turn_1, num_turns, ids_S, positions_S, slots_S, lengths_S,
         tables_SB, embedding_VE, embedded_SE,
     )  # fmt: skip
+
+
+def grow(pairs_2C: Tensor, tables: Tensor) -> None:
+    """See grow_torch."""
+    run = grow_torch
+    if runs_triton(tables):
+        from tandem.kernels.step_triton import grow_triton as run
+    run(pairs_2C, tables)
 
 
 def finish(

@@ -1,4 +1,4 @@
-"""The three kernels of step.py in Triton. They know rows, block tables and positions."""
+"""The kernels of step.py in Triton. They know rows, block tables and positions."""
 
 # mypy: ignore-errors
 # (Triton's decorator and builtins carry no types.)
@@ -33,7 +33,8 @@ def _spread_tokens(
     tl.store(slots + tokens, tl.where(row >= 0, block * P + position % P, -1), mask=inside)
 
 
-@triton.jit
+# Not specialised, here and below, is what differs from step to step: a variant takes a fifth of a second to compile.
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "table_stride", "span_stride"])
 def _spread_kernel(
     ids, rows, positions, span_rows, lengths, last, tables, slots, span_tables, num_tokens, num_tiles,
     table_stride, span_stride, P: tl.constexpr, TILE: tl.constexpr,
@@ -76,6 +77,16 @@ def _advance_kernel(
     _copy_table(tables + row * table_stride, span_tables + span * span_stride, used, TILE)
     if span == 0:
         tl.store(turn, (tl.load(turn) + 1) % num_turns)
+
+
+# The count is padded by the mask. The pairs may lie in pinned host memory, which the kernel reads over the bus.
+@triton.jit(do_not_specialize=["count"])
+def _grow_kernel(pairs, tables, count, TILE: tl.constexpr):
+    entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = entries < count
+    places = tl.load(pairs + entries, mask=inside, other=0)
+    blocks = tl.load(pairs + count + entries, mask=inside, other=0)
+    tl.store(tables + places, blocks, mask=inside)
 
 
 @triton.jit
@@ -124,6 +135,12 @@ def advance_triton(
         embedding_VE if has_both else ids_S, embedded_SE if has_both else ids_S, num_turns, tables_RB.stride(0),
         tables_SB.stride(0), embedding_VE.shape[1] if has_both else 0, P=block_size, TILE=TILE,
     )  # fmt: skip
+
+
+def grow_triton(pairs_2C: Tensor, tables: Tensor) -> None:
+    """See grow_torch."""
+    count = pairs_2C.shape[1]
+    start(_grow_kernel, (triton.cdiv(count, TILE),), pairs_2C, tables, count, TILE=TILE)
 
 
 def finish_triton(

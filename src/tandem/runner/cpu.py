@@ -158,9 +158,7 @@ class CpuRunner:
         times.began_s = time.perf_counter()
         plan = packed.plan
         if packed.places_C:
-            self._rows.grow(
-                torch.tensor(packed.places_C, dtype=torch.int64), torch.tensor(packed.blocks_C, dtype=torch.int32)
-            )
+            self._rows.grow(torch.tensor((packed.places_C, packed.blocks_C), dtype=torch.int32))
         if plan.block_copies:
             sources_C, targets_C = torch.tensor(plan.block_copies, dtype=torch.int64).unbind(1)
             self._cache.copy_blocks(sources_C, targets_C)

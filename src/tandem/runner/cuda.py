@@ -6,7 +6,8 @@
     out                          ▓ 0              ▓ 1                tokens
 
 A steady decode step sends nothing: rows, positions and the last tokens are on the device, and the captured step moves
-them on by itself. New blocks travel as differences; whoever joins or leaves, as the new list of rows.
+them on by itself. New blocks are left in pinned memory, where a kernel ahead of the step fetches them; whoever joins or
+leaves travels as the new list of rows.
 """
 
 import logging
@@ -26,7 +27,7 @@ from tandem.runner.batch import Layout, Packed, Packer
 from tandem.runner.clock import Timekeeper
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
-from tandem.runner.graphs import GraphKey, Graphs, Lanes, is_uneven, longest_first
+from tandem.runner.graphs import LISTED, GraphKey, Graphs, Lanes, is_uneven, longest_first
 from tandem.runner.outcome import Drawn, settle
 from tandem.runner.rows import DeviceRows
 from tandem.runner.slots import Slot
@@ -78,11 +79,13 @@ class CudaRunner:
         self._known_splits: dict[tuple[int, int, bool], tuple[int, ...]] = {}
 
     @classmethod
-    def create(cls, spec: Any, source: Any, resolved: Resolved, *, num_tokens: int | None = None) -> "CudaRunner":
+    def create(
+        cls, spec: Any, source: Any, resolved: Resolved, *, num_tokens: int | None = None, compiling: Any = None
+    ) -> "CudaRunner":
         """Load weights, size the cache, capture graphs. Raises WeightsError, ModelError, DeviceMemoryError."""
         from tandem.runner.startup import start
 
-        return start(spec, source, resolved, num_tokens)
+        return start(spec, source, resolved, num_tokens, compiling)
 
     def add_notes(self, *notes: str) -> None:
         """Lines for the start banner, known only once the runner stands."""
@@ -97,7 +100,7 @@ class CudaRunner:
         with self._streams.on("compute"):
             self._admit(packed)
             sent = self._send(packed, slot)
-            if sent:
+            if slot.moments.sent:
                 self._streams.wait("compute", slot.moments.ready)
             self._streams.record(slot.moments.began, "compute")
             self._change(packed, sent)
@@ -130,14 +133,15 @@ class CudaRunner:
                 packed.failed[arrival.request] = OUT_OF_MEMORY
 
     def _send(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
-        """Send what the host knows and the device does not: nothing at all in most decode steps."""
+        """Send what the host knows and the device does not: nothing in most decode steps, else mostly a few blocks."""
         arrays: dict[str, np.ndarray] = {}
+        layout, copies = packed.layout, packed.plan.block_copies
         if packed.places_C:
-            arrays["places"] = np.array(packed.places_C, dtype=np.int64)
-            arrays["blocks"] = np.array(packed.blocks_C, dtype=np.int32)
-        if packed.plan.block_copies:
-            arrays["copies"] = np.array(packed.plan.block_copies, dtype=np.int64)
-        layout = packed.layout
+            arrays["growth"] = np.array((packed.places_C, packed.blocks_C), dtype=np.int32)
+            if layout is None and not copies:
+                return {"growth": slot.post(arrays["growth"])}
+        if copies:
+            arrays["copies"] = np.array(copies, dtype=np.int64)
         if layout is not None:
             self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
             numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)
@@ -154,7 +158,7 @@ class CudaRunner:
     def _change(self, packed: Packed, sent: Mapping[str, Tensor]) -> None:
         """Bring rows, cache and lanes up to the plan, on the compute stream."""
         if packed.places_C:
-            self._rows.grow(sent["places"], sent["blocks"])
+            self._rows.grow(sent["growth"])
         if packed.plan.block_copies:
             self._cache.copy_blocks(sent["copies"][:, 0], sent["copies"][:, 1])
         if packed.decode and packed.layout is not None:
@@ -223,7 +227,7 @@ class CudaRunner:
         batch = Batch(
             ids_T=sent["ids"],
             positions_T=sent["positions"],
-            slots_T=torch.empty_like(sent["ids"]),
+            slots_T=torch.empty(len(sent["ids"]), dtype=torch.int64, device=sent["ids"].device),
             query_starts_S1=sent["query_starts"],
             lengths_S=sent["lengths"],
             tables_SB=torch.zeros(
@@ -294,12 +298,21 @@ class CudaRunner:
         reload(self._model, source)
         self._streams.drain()
 
+    def _keys(self, paths: Sequence[str], sizes: Sequence[int]) -> list[tuple[GraphKey, int]]:
+        """Decode steps of up to 1,024 positions, the largest first."""
+        bound = min(1024, max(SHORTEST_BOUND, 1 << (self.facts.max_length - 1).bit_length()))
+        return [(GraphKey(size, path, self._splits(size, bound)), bound) for path in paths for size in reversed(sizes)]
+
+    def list_decodes(self, paths: Sequence[str]) -> None:
+        """Ask for the kernels of decode steps of all sizes, in whatever way kernels are compiled just now."""
+        sizes = [size for size in self._graphs.buckets if size in LISTED or size == self._graphs.limit]
+        for key, bound in self._keys(paths, sizes):
+            self._decode(key, bound)
+
     @torch.inference_mode()
     def warm_up(self, paths: Sequence[str], most_s: float) -> None:
-        """Compile kernels and capture graphs, largest first, for at most so many seconds; the rest comes as needed."""
-        bound = min(1024, max(SHORTEST_BOUND, 1 << (self.facts.max_length - 1).bit_length()))
-        sizes = list(reversed(self._graphs.buckets))
-        keys = [(GraphKey(size, path, self._splits(size, bound)), bound) for path in paths for size in sizes]
+        """Capture graphs, largest first, for at most so many seconds; the rest comes as needed."""
+        keys = self._keys(paths, self._graphs.buckets)
         with self._streams.on("compute"):
             self._graphs.prepare(keys, most_s)
             self._turn_1.fill_(self.depth - 1)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from tandem.attention.contract import Batch
-from tandem.kernels.launch import compile_ahead
 from tandem.runner.device_sampling import NUMBERS
 from tandem.runner.streams import Streams
 
 log = logging.getLogger("tandem.runner")
 
-COMPILED = (1, 2, 8, 16, 32, 64, 128, 256)  # batches whose kernels are compiled side by side; the others share them
+LISTED = (1, 2, 8, 16, 32, 64, 128, 256)  # batches whose kernels are compiled ahead; the others share them
 MOST_PADDING = 0.15
 UNEVEN = 1.15
 NARROW = ("temperatures", "top_ks", "top_ps", "min_ps")
@@ -95,7 +94,7 @@ class Lanes:
 
         wide_4S = torch.zeros((4, num_lanes), dtype=torch.int64, device=device)
         narrow_4S = torch.zeros((4, num_lanes), dtype=torch.int32, device=device)
-        wide_4S[0], wide_4S[2] = -1, torch.arange(num_lanes, device=device)
+        wide_4S[0], wide_4S[2] = -1, torch.arange(num_lanes).to(device)
         numbers = {name: narrow_4S[place].view(NUMBERS[name]) for place, name in enumerate(NARROW)}
         return cls(
             wide_4S=wide_4S,
@@ -107,7 +106,7 @@ class Lanes:
             positions_S=zeros(torch.int64),
             slots_S=torch.full((num_lanes,), -1, dtype=torch.int64, device=device),
             lengths_S=zeros(torch.int32),
-            query_starts_S1=torch.arange(num_lanes + 1, dtype=torch.int32, device=device),
+            query_starts_S1=torch.arange(num_lanes + 1, dtype=torch.int32).to(device),
             tables_SB=torch.zeros((num_lanes, max_blocks), dtype=torch.int32, device=device),
             hidden_SE=torch.zeros((num_lanes, hidden_size), dtype=dtype, device=device),
             numbers={**numbers, "seeds": wide_4S[3]},
@@ -204,15 +203,10 @@ class Graphs:
     def prepare(self, keys: Sequence[tuple[GraphKey, int]], most_s: float) -> int:
         """Capture these, in this order (largest first), for at most so many seconds. Returns how many there are now.
 
-        Each is run once before: kernels are compiled then, and scratch memory grows outside of the pool. The lanes are
+        Each is run once before: kernels are loaded then, and scratch memory grows outside of the pool. The lanes are
         all padding, so that nothing is written.
         """
         began_s = time.perf_counter()
-        if self.streams.device.type == "cuda":
-            with compile_ahead():
-                for key, max_length in keys:
-                    if key.bucket in COMPILED:
-                        self.run(key, max_length)
         for key, max_length in keys:
             if time.perf_counter() - began_s > most_s:
                 break

@@ -7,12 +7,13 @@ A row is described once, when its request arrives, and from then on changes by d
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.kernels.step import grow
 from tandem.plan import Arrival, Span, grown
 from tandem.request import SamplingParams
 
@@ -87,10 +88,6 @@ class DeviceRows:
 
     tables_RB: Tensor
     last_R: Tensor
-    tables_flat: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tables_flat = self.tables_RB.view(-1)
 
     @classmethod
     def allocate(cls, num_rows: int, max_blocks: int, device: torch.device) -> "DeviceRows":
@@ -99,6 +96,6 @@ class DeviceRows:
             torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
         )
 
-    def grow(self, places_C: Tensor, blocks_C: Tensor) -> None:
-        """Write block ids (int32) at flat places (int64) of the tables."""
-        self.tables_flat.scatter_(0, places_C, blocks_C)
+    def grow(self, pairs_2C: Tensor) -> None:
+        """Write block ids, pairs_2C[1], at flat places of the tables, pairs_2C[0]; int32, on the device or pinned."""
+        grow(pairs_2C, self.tables_RB)

@@ -45,6 +45,7 @@ class Slot:
     _pages: dict[np.dtype[Any], np.ndarray] = field(init=False)
     _staging: Tensor = field(init=False)
     _views: dict[np.dtype[Any], Tensor] = field(init=False)
+    _posts: dict[np.dtype[Any], Tensor] = field(init=False)
     _count: int = 0
     _homes: tuple[Tensor, Tensor] = field(init=False)
 
@@ -69,6 +70,7 @@ class Slot:
         pages = self._pinned.numpy()
         self._pages = {kind: pages.view(kind) for kind in _DTYPES}
         self._views = {kind: self._staging.view(dtype) for kind, dtype in _DTYPES.items()}
+        self._posts = {kind: self._pinned.view(dtype) for kind, dtype in _DTYPES.items()}
         # The allocator may hand out what the compute stream has just given back; the in stream must not be early.
         ordered = self.streams.event()
         self.streams.record(ordered, "compute")
@@ -95,6 +97,18 @@ class Slot:
         self.streams.record(self.moments.ready, "in")
         self.moments.sent = True
         return views
+
+    def post(self, array: np.ndarray) -> Tensor:
+        """Leave a few bytes in pinned memory for a kernel that reads them there, until the slot's ticket is collected.
+
+        For little that is needed late: a copy, the event behind it and the wait for that cost the host more than
+        the kernel's way over the bus. Not beside ``send`` in one step: they share the pages.
+        """
+        assert self.busy and not self.moments.sent, "memory of a slot is written that a step or a copy owns"
+        if array.nbytes > self.staging_bytes:
+            self._allocate(max(array.nbytes, 2 * self.staging_bytes))
+        self._pages[array.dtype][: array.size] = array.reshape(-1)
+        return self._posts[array.dtype][: array.size].view(array.shape)
 
     def fetch(self, count: int, drawn: Drawn) -> None:
         """Start the first count tokens and all log-probabilities on their way home, behind ``computed``."""

@@ -1,6 +1,7 @@
 """From a model's source to a GPU runner: load, measure, size the cache, capture. It knows settings; not who asks.
 
-load weights ─► compile ─► run the largest step once, measured ─► the KV cache gets the rest ─► compile and capture
+kernels are compiled elsewhere ──────────┐
+load weights ─► open the libraries ─► wait ─► run the largest step once, measured ─► size the KV cache ─► capture
 """
 
 import time
@@ -8,13 +9,15 @@ from contextlib import suppress
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 
 from tandem.attention.choice import attention_backend
 from tandem.attention.contract import AttentionBackend, Batch, KVCache
 from tandem.config import Resolved, Settings
 from tandem.errors import DeviceMemoryError
-from tandem.kernels.launch import compile_ahead
-from tandem.layers.linear import linear_scheme
+from tandem.kernels.attention_library import is_worth_it, whole_prompt_attention
+from tandem.kernels.compiling import Compiling
+from tandem.layers.linear import RowLinear, linear_scheme
 from tandem.models.decoder import Decoder
 from tandem.models.registry import build
 from tandem.models.spec import ModelSpec
@@ -23,17 +26,23 @@ from tandem.runner.device_sampling import GREEDY, NUMBERS, PLAIN, DeviceSampling
 from tandem.runner.graphs import buckets_up_to
 from tandem.runner.memory import MemoryFacts, cache_blocks
 from tandem.runner.streams import CudaStreams
+from tandem.runner.variants import OURS, finish_compiling
 from tandem.weights.load import load
 from tandem.weights.source import ModelSource
 
 CAPTURE_S = 2.0
-SHORT_STEPS = (1, 40, 200)  # tokens of prompts that are attended and multiplied by other kernels than the largest step
 GRAPH_BYTES = 2 << 20
 
 
 @torch.inference_mode()
-def start(spec: ModelSpec, source: ModelSource, resolved: Resolved, num_tokens: int | None = None) -> CudaRunner:
-    """Build a runner on the current CUDA device. Raises WeightsError, ModelError, DeviceMemoryError."""
+def start(
+    spec: ModelSpec, source: ModelSource, resolved: Resolved, num_tokens: int | None = None,
+    compiling: Compiling | None = None,
+) -> CudaRunner:  # fmt: skip
+    """Build a runner on the current CUDA device. Raises WeightsError, ModelError, DeviceMemoryError.
+
+    compiling   the kernels that start_compiling() was asked for.
+    """
     settings = resolved.settings
     device = torch.device("cuda", torch.cuda.current_device())
     phases_s: dict[str, float] = {}
@@ -50,8 +59,13 @@ def start(spec: ModelSpec, source: ModelSource, resolved: Resolved, num_tokens: 
     with streams.on("compute"):
         model = _load(spec, source, settings, dtype, device)
         phase("weights")
-        backend = attention_backend(settings.attention, "cuda", deterministic=settings.deterministic)
-        compile_steps(model, backend, settings, dtype, num_tokens)
+        chosen = settings.attention if resolved.reasons.get("attention") == "asked" else None
+        backend = attention_backend(
+            chosen, "cuda", deterministic=settings.deterministic, dtype=dtype, head_dim=spec.head_dim
+        )
+        open_libraries(model, settings, dtype)
+        phase("libraries")
+        finish_compiling(compiling, spec, settings, num_tokens, device)
         phase("compiling")
         facts = measure(model, backend, settings, dtype, num_tokens)
         phase("measuring")
@@ -104,23 +118,25 @@ def _load(
     return model
 
 
-def compile_steps(
-    model: Decoder, backend: AttentionBackend, settings: Settings, dtype: torch.dtype, num_tokens: int | None
-) -> None:
-    """Compile, side by side, the kernels of steps with prompts in them. A step too large for the memory is left out."""
-    device, spec = model.embedding_VE.device, model.spec
-    sampling = DeviceSampling(1, spec.num_logits, device, 0, num_tokens)
-    cache = KVCache.allocate(spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
-    largest = settings.max_batch_tokens or 1
-    steps = [(min(tokens, largest), 1) for tokens in SHORT_STEPS] + [(largest, settings.max_num_seqs or 1)]
-    with compile_ahead():
-        for tokens, rows in steps:
-            with suppress(torch.OutOfMemoryError):
-                batch = _largest_batch(spec, settings, tokens, rows, device)
-                logits_RV = model.logits(model(batch, cache, backend), True)
-                numbers = {name: torch.ones(rows, dtype=kind, device=device) for name, kind in NUMBERS.items()}
-                sampling.choose(logits_RV, None, None)
-                sampling.choose(logits_RV, numbers, torch.zeros(rows, dtype=torch.int64, device=device))
+def open_libraries(model: Decoder, settings: Settings, dtype: torch.dtype) -> None:
+    """Have the vendors' libraries do once what the largest step asks of them, while kernels are compiled elsewhere.
+
+    Their first calls load code and make plans. A step too large for the memory is measure()'s to tell of.
+    """
+    spec, device = model.spec, model.embedding_VE.device
+    tokens = settings.max_batch_tokens or 1
+    longest = min(settings.max_model_len or spec.max_length, tokens)
+    with suppress(torch.OutOfMemoryError):
+        for layer in model.blocks[0].modules():
+            if isinstance(layer, RowLinear):
+                F.linear(torch.zeros((tokens, layer.in_size), dtype=dtype, device=device), layer.weight_OI)
+        hidden_RE = torch.zeros((settings.max_num_seqs or 1, spec.hidden_size), dtype=dtype, device=device)
+        F.linear(hidden_RE, model.embedding_VE)
+        if settings.attention in OURS and is_worth_it(0, longest, dtype, spec.head_dim):
+            kv = torch.zeros((1, settings.block_size, spec.num_kv_heads, spec.head_dim), dtype=dtype, device=device)
+            queries = torch.zeros((longest, spec.num_heads, spec.head_dim), dtype=dtype, device=device)
+            table_B = torch.zeros(-(-longest // settings.block_size), dtype=torch.int32, device=device)
+            whole_prompt_attention(queries, kv, kv, table_B, 0, longest, spec.attention_scale)
 
 
 def measure(

@@ -55,7 +55,7 @@ class Streams(Protocol):
         """Seconds between two events that have come."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 host memory that copies can read or write by themselves."""
+        """uint8 host memory that copies and kernels can read or write by themselves."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record what run starts on the compute stream, without running it; returns what replays it there."""
@@ -167,10 +167,13 @@ class EagerEvent:
 
 
 class EagerStreams:
-    """A GPU acted out on the CPU. Copies are put off until somebody waits for an event recorded behind them."""
+    """A GPU acted out on the CPU. Copies are put off until somebody waits for an event recorded behind them.
 
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
+    device: "meta" where nothing is to be computed, only told (variants.py).
+    """
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+        self.device = device
         self._pending: dict[str, list[Callable[[], object]]] = {"in": [], "compute": [], "out": []}
 
     def on(self, stream: str) -> AbstractContextManager[object]:
