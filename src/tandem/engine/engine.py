@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -101,13 +103,16 @@ class AsyncEngine:
         return await self._front.encode_async(text, add_special_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
-    ) -> list[int]:
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+        executor: Executor | None = None, **options: Any,
+    ) -> list[int]:  # fmt: skip
         """Token ids of a conversation, for ``submit``; options as chat.ChatTemplate.render. Raises RequestError.
 
-        The template is rendered in a thread: it is the model author's code and may be slow.
+        The template is rendered in a thread, the executor's if one is given: it is the model author's code and may be
+        slow.
         """
-        text = await asyncio.to_thread(self._front.render, messages, tools, **options)
+        render = partial(self._front.render, messages, tools, **options)
+        text = await asyncio.get_running_loop().run_in_executor(executor, render)
         return await self._front.encode_async(text, add_special_tokens=False)
 
     async def update_weights(self, source: str) -> None:

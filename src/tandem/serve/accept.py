@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tandem.errors import RequestError
 from tandem.request import Constraint, SamplingParams
 from tandem.serve.failure import reworded
@@ -224,6 +226,12 @@ def constraint_field(body: Generation) -> str:
 
 
 def schema_text(param: str, schema: Any) -> str:
+    """The schema, written. Raises RequestError for one that is far too long, before it is."""
+    num_bytes = len(msgspec.json.encode(schema))  # no more than there would be characters, and quickly told
+    if num_bytes > MAX_CONSTRAINT_BYTES:
+        raise RequestError(
+            f"{param} has {num_bytes} characters or more; the limit is {MAX_CONSTRAINT_BYTES}.", param=param
+        )
     try:
         return json.dumps(schema)
     except RecursionError:
@@ -233,4 +241,4 @@ def schema_text(param: str, schema: Any) -> str:
 def _choice(param: str, options: list[str]) -> Constraint:
     if not options or len(options) > 1000:
         raise RequestError(f"{param} needs 1 to 1000 choices.", param=param)
-    return Constraint("choice", json.dumps(options))
+    return Constraint("choice", schema_text(param, options))

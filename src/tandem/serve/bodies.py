@@ -2,25 +2,34 @@
 
 It knows headers and bytes; it does not know fields. A body counts from its first byte until the request is admitted
 or answered: what has been read is held as text while the template and the tokenizer are at work on it.
+
+Large bodies are decoded and understood on a thread of their own, one after the other, so that the event loop has its
+turn between any two steps of that. What takes long in one step is refused; see nesting.py.
 """
 
 import asyncio
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.errors import RequestError
 from tandem.serve.failure import HttpError, decode
+from tandem.serve.nesting import SMALL_BYTES
 
 Body = TypeVar("Body")
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 CLAIM = "tandem.body_bytes"
 
 
 @dataclass(slots=True)
 class Bodies:
-    """The memory of all bodies. limit_bytes: that all may take at once; wait_s: for one, from its head on."""
+    """All bodies. limit_bytes: memory that all may take at once; wait_s: time for one, from its head on."""
 
     limit_bytes: int = 64 << 20
     wait_s: float = 60.0
@@ -28,6 +37,7 @@ class Bodies:
     peak_bytes: int = 0
     num_refused: int = 0
     num_late: int = 0
+    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tandem-bodies"))
 
     def claim(self, scope: Scope, num_bytes: int) -> None:
         """Count so many more bytes of one request. Raises 503 if all together were too many."""
@@ -56,6 +66,27 @@ class Bodies:
             "refused": self.num_refused,
             "late": self.num_late,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How work on one request's body is done: at once, or on the thread for large ones, when it is its turn.
+
+    thread   that thread, if the body is a large one.
+    """
+
+    thread: ThreadPoolExecutor | None
+
+    async def __call__(self, work: Callable[Given, Made], *values: Given.args, **named: Given.kwargs) -> Made:
+        if self.thread is None:
+            return work(*values, **named)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, partial(work, *values, **named))
+
+
+def apart_of(request: Request) -> Apart:
+    """For a request whose body has been read."""
+    bodies: Bodies = request.app.state.service.bodies
+    return Apart(bodies.reader if request.scope.get(CLAIM, 0) > SMALL_BYTES else None)
 
 
 class BodyClaims:
@@ -95,7 +126,7 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Bod
     except TimeoutError:
         bodies.num_late += 1
         raise HttpError(f"the body did not come within {bodies.wait_s:g} s.", code="request_timeout") from None
-    return decode(bytes(raw), kind)
+    return await apart_of(request)(decode, bytes(raw), kind)
 
 
 def _check_kind(request: Request) -> None:

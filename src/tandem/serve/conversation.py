@@ -13,6 +13,8 @@ from typing import Any
 from tandem.engine.chat import ChatTemplate
 from tandem.engine.contract import Card
 from tandem.errors import RequestError
+from tandem.serve.bodies import Apart
+from tandem.serve.nesting import MAX_CONTAINERS, SMALL_BYTES, check_build
 from tandem.serve.refusals import MAX_MESSAGES, MAX_PARTS, check_count
 
 Message = dict[str, Any]
@@ -25,16 +27,14 @@ REFUSED = {
 }
 
 
-async def understood(messages: Sequence[Message], card: Card) -> list[Message]:
+async def understood(messages: Sequence[Message], card: Card, apart: Apart) -> list[Message]:
     """The messages, checked, with all that the API says of them honoured.
 
     ``name`` tells participants of one role apart. Where a role has only one there is nothing to tell; where it has
     several and the model's template does not write names, each named message begins with "NAME: ".
     Raises RequestError naming the path.
     """
-    check_count("messages", messages, MAX_MESSAGES, "messages")
-    _check_parts(messages)
-    plain = [_checked(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    plain: list[Message] = await apart(_all_checked, messages)
     for role in PARTICIPANTS:
         own = [message for message in plain if message.get("role") == role]
         if len({message.get("name") for message in own}) < 2 or card.chat_template is None:
@@ -45,6 +45,12 @@ async def understood(messages: Sequence[Message], card: Card) -> list[Message]:
                 if message.get("name"):
                     message["content"] = _put_before(f"{message['name']}: ", message.get("content"))
     return plain
+
+
+def _all_checked(messages: Sequence[Message]) -> list[Message]:
+    check_count("messages", messages, MAX_MESSAGES, "messages")
+    _check_parts(messages)
+    return [_checked(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
 def with_instruction(messages: Sequence[Message], text: str) -> list[Message]:
@@ -117,8 +123,11 @@ def _check_call(call: Any, where: str) -> None:
     function = call.get("function")
     if not isinstance(function, dict) or not _is_text(function.get("name")):
         raise _wrong(f"{where}.function.name is missing.")
-    if not isinstance(function.get("arguments"), str | dict):
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict):
         raise _wrong(f"{where}.function.arguments is missing; it is the arguments' JSON as a string.")
+    if isinstance(arguments, str) and len(arguments) > SMALL_BYTES:  # decoded for the template
+        check_build(arguments.encode("utf-8", "replace"), f"{where}.function.arguments", "messages", MAX_CONTAINERS)
 
 
 def _put_before(text: str, content: Any) -> Any:

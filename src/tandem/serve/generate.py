@@ -16,7 +16,7 @@ from tandem.errors import ContextLengthError, RequestError
 from tandem.request import Request as EngineRequest
 from tandem.request import SamplingParams
 from tandem.serve.accept import Limits, chat_params, completion_params, constraint_field
-from tandem.serve.bodies import read_json
+from tandem.serve.bodies import Apart, apart_of, read_json
 from tandem.serve.calls import MISTRAL
 from tandem.serve.conversation import understood
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
@@ -34,7 +34,7 @@ from tandem.serve.written import response_of_parts
 Prompt = str | Sequence[int]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 RESERVED_VALUES = frozenset((
-    "self", "messages", "tools", "template", "func", "args", "kwargs", "documents", "add_generation_prompt",
+    "self", "messages", "tools", "template", "func", "args", "kwargs", "executor", "documents", "add_generation_prompt",
     "continue_final_message",
 ))  # fmt: skip
 
@@ -72,24 +72,24 @@ async def chat(request: Request) -> ASGIApp:
     if body.max_completion_tokens is not None and body.max_tokens in (None, body.max_completion_tokens):
         words["max_tokens"] = "max_completion_tokens"
     try:
-        return await answer(request, service, await chat_job(service, body, journey))
+        return await answer(request, service, await chat_job(service, body, journey, apart_of(request)))
     except RequestError as error:
         raise reworded(error, words) from None
 
 
 async def chat_job(
-    service: Service, body: ChatRequest, journey: Journey, kind: Callable[..., Reply] = ChatReply
+    service: Service, body: ChatRequest, journey: Journey, apart: Apart, kind: Callable[..., Reply] = ChatReply
 ) -> Job:
     """Understand a chat request. Raises RequestError."""
     card = service.engine.card
     model = service.check_model(body.model)
-    params = chat_params(body, card.defaults, service.limits)
-    use = tool_use(body, card.chat_template, params.constraint, service.engine.text.special_id)
+    params: SamplingParams = await apart(chat_params, body, card.defaults, service.limits)
+    use: ToolUse = await apart(tool_use, body, card.chat_template, params.constraint, service.engine.text.special_id)
     params = dataclasses.replace(params, constraint=use.constraint)
     show = show_of(body, bool(body.logprobs))
     if use.form is MISTRAL and params.skip_special_tokens:  # its mark of a call is a special token
         params, show.ending = dataclasses.replace(params, skip_special_tokens=False), card.eos_token or ""
-    prompt = await _chat_prompt(service, body, use)
+    prompt = await _chat_prompt(service, body, use, apart)
     end = service.engine.text.decode(prompt[-8:], skip_special_tokens=False)
     show.parser = use.parser(card.chat_template, end)
     return Job(
@@ -98,12 +98,13 @@ async def chat_job(
     )  # fmt: skip
 
 
-async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse) -> list[int]:
+async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse, apart: Apart) -> list[int]:
     continued = bool(body.continue_final_message)
     try:
         return await service.engine.encode_chat(
-            use.messages(await understood(body.messages, service.engine.card)),
+            use.messages(await understood(body.messages, service.engine.card, apart)),
             tools=use.for_template,
+            executor=apart.thread,
             add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continued,
             **_template_values(body, service.engine.card),
@@ -147,7 +148,7 @@ async def completions(request: Request) -> ASGIApp:
     body = await read_json(request, CompletionRequest, service.limits.body_bytes)
     service.check_open()
     model = service.check_model(body.model)
-    params = completion_params(body, service.engine.card.defaults, service.limits)
+    params = await apart_of(request)(completion_params, body, service.engine.card.defaults, service.limits)
     prompts = _prompts(body, service)
     show = show_of(body, body.logprobs is not None)
     echo = bool(body.echo)

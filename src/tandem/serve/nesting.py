@@ -1,28 +1,104 @@
-"""How deep a JSON text is nested, told from its bytes. It knows brackets and strings; it does not know fields.
+"""How a JSON text is built, told from its bytes: how deep, of how many values. It does not know fields.
 
-What is nested too deep is refused before any code walks over it: Python's recursion and orjson's writer (254 levels)
-end somewhere behind that.
+What would take long to decode, or to walk over, is refused before any code does: a decoder holds the interpreter lock,
+and with it the event loop, for as long as it makes objects. Nothing here holds it for more than a millisecond or two.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
+from tandem.errors import RequestError
+
 MAX_DEPTH = 100
+MAX_FIELDS = 256
+MAX_CONTAINERS = 65536
+MAX_STRINGS = 131072
+MAX_VALUES = 1 << 20
+MAX_NUMBER = 512
+SMALL_BYTES = 64 << 10
+_SLICE_BYTES = 1 << 17
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_ENDS_NUMBER = np.zeros(256, bool)
+_ENDS_NUMBER[list(b'[]{},:" \t\r\n')] = True
+
+
+class Build(NamedTuple):
+    """Of a valid JSON text; of another one, what stands in front of its first fault.
+
+    depth    levels of arrays and objects.     containers   arrays and objects.    strings   keys among them.
+    fields   of the outermost object.          values       beside others in an array or object.
+    number   characters of the longest number or word.
+    """
+
+    depth: int
+    containers: int
+    strings: int
+    fields: int
+    values: int
+    number: int
 
 
 def depth_of(raw: bytes, enough: int = MAX_DEPTH) -> int:
-    """Levels of arrays and objects in a valid JSON text; of one with at most ``enough`` brackets, how many it has.
-
-    No loop over bytes or values: some 10 ns a byte where there are more brackets, and 1 ns otherwise.
-    """
+    """Levels of arrays and objects in a valid JSON text; of one with at most ``enough`` brackets, how many it has."""
     num_brackets = raw.count(b"[") + raw.count(b"{")
-    if num_brackets <= enough:
-        return num_brackets
-    # Backslashes stand in strings only. Without escaped ones each quote begins or ends a string.
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    text = np.frombuffer(plain, np.uint8)
-    in_string = np.bitwise_xor.accumulate((text == ord('"')).view(np.uint8))
-    steps = _STEPS[text]
-    steps[in_string.view(bool)] = 0
-    return int(np.cumsum(steps, dtype=np.int32).max())
+    return num_brackets if num_brackets <= enough else build_of(raw).depth
+
+
+def build_of(raw: bytes) -> Build:
+    """Some 10 ns a byte, slice by slice, so that other threads have their turn."""
+    depth = deepest = containers = quotes = fields = values = longest = run = 0
+    in_string, start = False, 0
+    while start < len(raw):
+        end = start + _SLICE_BYTES
+        if end < len(raw):  # an escaped character is not cut in two
+            piece = raw[start:end]
+            end -= (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        # Backslashes stand in strings only. Without escaped ones each quote begins or ends a string.
+        text = np.frombuffer(raw[start:end].replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+        start = end
+        if not len(text):
+            continue
+        quote = text == ord('"')
+        inside = np.bitwise_xor.accumulate(quote.view(np.uint8)).view(bool)
+        inside ^= in_string
+        in_string = bool(inside[-1])
+        steps = _STEPS[text]
+        steps[inside] = 0
+        depths = np.cumsum(steps, dtype=np.int32)
+        depths += depth
+        depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+        containers += int((steps > 0).sum())
+        quotes += int(quote.sum())
+        commas = (text == ord(",")) & ~inside
+        values += int(commas.sum())
+        fields += int((commas & (depths == 1)).sum())
+        ends = np.flatnonzero(inside | _ENDS_NUMBER[text])
+        if len(ends):
+            longest = max(longest, run + int(ends[0]), int(np.diff(ends).max(initial=1)) - 1)
+            run = len(text) - 1 - int(ends[-1])
+        else:
+            run += len(text)
+    return Build(deepest, containers, quotes // 2, fields + 1, values + 1, max(longest, run))
+
+
+def check_build(raw: bytes, what: str = "the body", param: str | None = None, max_fields: int = MAX_FIELDS) -> None:
+    """Raise RequestError for what would take long to decode."""
+    found = build_of(raw)
+    if found.depth > MAX_DEPTH:
+        raise too_deep(what, param)
+    limits = {
+        "fields": (found.fields, max_fields),
+        "arrays and objects": (found.containers, MAX_CONTAINERS),
+        "strings": (found.strings, MAX_STRINGS),
+        "values": (found.values, MAX_VALUES),
+        "characters in a number": (found.number, MAX_NUMBER),
+    }
+    for kind, (number, most) in limits.items():
+        if number > most:
+            raise RequestError(f"{what} has {number} {kind}; the limit is {most}.", param=param)
+
+
+def too_deep(what: str = "the body", param: str | None = None) -> RequestError:
+    return RequestError(f"{what} is nested too deep; the limit is {MAX_DEPTH} levels.", param=param)

@@ -1,5 +1,6 @@
 """Routes for operators and for clients' small questions: health, readiness, load, models, tokens."""
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -8,7 +9,7 @@ from starlette.responses import Response
 
 from tandem import __version__
 from tandem.errors import EngineDeadError, RequestError
-from tandem.serve.bodies import read_json
+from tandem.serve.bodies import apart_of, read_json
 from tandem.serve.conversation import understood
 from tandem.serve.refusals import check_count
 from tandem.serve.schema import DetokenizeRequest, TokenizeRequest
@@ -90,15 +91,16 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("add_generation_prompt is for messages.", param="add_generation_prompt")
     if body.messages is not None:
         add = body.add_generation_prompt is not False
-        messages = await understood(body.messages, service.engine.card)
-        tokens = await service.engine.encode_chat(messages, add_generation_prompt=add)
+        apart = apart_of(request)
+        messages = await understood(body.messages, service.engine.card, apart)
+        tokens = await service.engine.encode_chat(messages, executor=apart.thread, add_generation_prompt=add)
     else:
         tokens = await service.engine.encode(body.prompt or "", body.add_special_tokens is not False)
     shown: dict[str, Any] = {
         "tokens": list(tokens), "count": len(tokens), "max_model_len": service.engine.card.max_length,
     }  # fmt: skip
     if body.return_token_strs:
-        shown["token_strs"] = [service.engine.text.token_text(token) for token in tokens]
+        shown["token_strs"] = await asyncio.to_thread(lambda: list(map(service.engine.text.token_text, tokens)))
     return answer(shown)
 
 
@@ -111,7 +113,7 @@ async def detokenize(request: Request) -> Response:
     for token in body.tokens:
         if not 0 <= token < limit:
             raise RequestError(f"tokens holds {token}; this model's ids are 0..{limit - 1}.", param="tokens")
-    return answer({"prompt": service.engine.text.decode(body.tokens)})
+    return answer({"prompt": await asyncio.to_thread(service.engine.text.decode, body.tokens)})
 
 
 async def embeddings(request: Request) -> Response:

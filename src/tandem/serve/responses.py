@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from tandem.errors import RequestError, TandemError
-from tandem.serve.bodies import read_json
+from tandem.serve.bodies import apart_of, read_json
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
 from tandem.serve.generate import answer, chat_job
@@ -60,8 +60,9 @@ async def responses(request: Request) -> ASGIApp:
     refuse(body, RESPONSES)
     places: list[str] = []
     try:
-        asked = as_chat(body, places)
-        job = await chat_job(service, asked, journey, lambda *a: ResponsesReply(*a, body=body))
+        apart = apart_of(request)
+        asked = await apart(as_chat, body, places)
+        job = await chat_job(service, asked, journey, apart, lambda *a: ResponsesReply(*a, body=body))
         job.is_held = True  # the last event of a stream is the whole answer
         if job.constraint_param == "response_format":
             job.constraint_param = "text"

@@ -20,6 +20,7 @@ from tandem.serve.parse import THINK_OPEN, AnswerParser, Reasoning
 from tandem.serve.schema import ChatRequest, FunctionTool, NamedToolChoice
 
 MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 512 << 10
 INSTRUCTION = (
     "You can call these functions, described as JSON schemas:\n{tools}\n"
     'To call one, write nothing but <tool_call>{{"name": NAME, "arguments": ARGUMENTS}}</tool_call>.'
@@ -165,6 +166,9 @@ def _checked(body: ChatRequest) -> list[FunctionTool]:
         if not tool.function.name or any(tool.function.name == other.name for other in found):
             raise RequestError(f"tools[{i}].function.name is empty or given twice.", param="tools")
         found.append(tool.function)
+    num_bytes = len(msgspec.json.encode(found))
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise RequestError(f"tools has {num_bytes} bytes; the limit is {MAX_TOOLS_BYTES}.", param="tools")
     return found
 
 
