@@ -63,7 +63,7 @@ def timed(
             for number in range(calls):
                 runs[number % len(runs)]()
         times = []
-        for _ in range(6):
+        for _ in range(8):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
@@ -328,7 +328,7 @@ def check_linear() -> None:
         if size % 64 == 0:
             for parts, tile in ((1, 8), (3, 16), (4, 64)):
                 for step, stages in ((64, 3), (128, 4), (256, 2)):
-                    if tile >= tokens or tile == 16:
+                    if tile == 8 >= tokens or tile // 2 < tokens:
                         how = {"tokens": tile, "rows": 64, "step": step, "num_stages": stages}
                         got = poisoned(lambda: stream(x, weight, bias, num_parts=parts, **how))
                         check(
@@ -357,7 +357,7 @@ def check_linear() -> None:
         check(f"gated {tokens} {rows} {size}", got, F.silu(want[:, :half]) * want[:, half:], 1e-2)
         summed = lambda y, dtype: choice.add_parts(y, dtype) if y.dim() == 3 else y
         for activation in (None, "silu", "gelu"):
-            for count in (1, 8, 16, 33, 64, 65, 517):
+            for count in (1, 8, 16, 33, 64, 65, 128, 200, 256, 517):
                 batch = torch.cat([x, rand(517, size)])[:count]
                 one, many = (choice.gated_linear(a, weight, None, activation, True) if activation else
                              summed(choice.linear_parts(a, weight, None, True), x.dtype)
@@ -378,6 +378,25 @@ def check_linear() -> None:
         ROWS.append({"name": f"bitwise linear {tokens} {rows} {size}", "ok": same})
 
 
+def check_wide() -> None:
+    """Tiles of many tokens, plain and gated, at numbers of tokens that fill none of them."""
+    from tandem.kernels.linear_stream import stream
+
+    for tokens in (65, 97, 127, 129, 200, 255, 256, 300):
+        x, weight, bias = rand(tokens, 1088), rand(1008, 1088, scale=1088**-0.5), rand(1008)
+        want = x.double() @ weight.double().T + bias.double()
+        gate = F.silu(want[:, :504]) * want[:, 504:]
+        for rows, tile in (*choice.WIDE_TILES, (128, 256)):
+            if tile < 2 * tokens:
+                how = {"tokens": tile, "rows": rows, "step": 128 if rows == 64 else 64, "num_stages": 3, "lag": 1,
+                       "num_warps": 4 if rows == 64 else 8}  # fmt: skip
+                for parts in (1, 2):
+                    got = poisoned(lambda: stream(x, weight, bias, num_parts=parts, **how))
+                    check(f"wide {tokens} {rows}x{tile} parts {parts}", got if parts == 1 else got.sum(0), want, 5e-3)
+                got = poisoned(lambda: stream(x, weight, bias, activation="silu", **how))
+                check(f"wide silu {tokens} {rows}x{tile}", got, gate, 1e-2)
+
+
 def linear_cases(sweep: bool) -> None:
     from tandem.kernels.linear_stream import stream
 
@@ -393,13 +412,14 @@ def linear_cases(sweep: bool) -> None:
             if chosen is None:
                 continue
             product = (lambda x, w: choice.gated_linear(x, w)) if gated else choice.linear_parts
-            for how in ("own, weights after the wait", "own"):
+            for how in ("own, weights after the wait", "own") if tokens <= 64 else ("own",):
                 with variant(how):
                     runs: list[Run] = [lambda w=w: product(x, w) for w in weights]
                     timed(f"linear {name} T{tokens} {how}", runs, num_bytes)
             parts, step, stages = chosen["num_parts"], chosen["step"], chosen["num_stages"]
             changes = [{"step": step // 2, "num_stages": stages * 2}, {"num_stages": max(2, stages // 2)}]
             changes += [] if gated else [{"num_parts": parts * 2}, {"num_parts": max(1, parts // 2)}]
+            changes += [{"lag": 1 - chosen["lag"]}]
             for change in changes if sweep else []:
                 activation = "silu" if gated else None
                 runs = [lambda w=w: stream(x, w, None, activation=activation, **(chosen | change)) for w in weights]
@@ -416,7 +436,9 @@ VARIANTS: dict[str, dict] = {
     "library": {"kind": "library"},
     "own, alone": {"dependent": dict.fromkeys(launch.DEPENDENT, 0)},
     "own, weights after the wait": {"stream": False, "dependent": BEFORE},
+    "own, the library above 64": {"most": 64},
     "own": {},
+    "invariant, in Triton above 64": {"kind": "invariant", "most": 64},
     "invariant": {"kind": "invariant"},
 }
 
@@ -424,6 +446,7 @@ VARIANTS: dict[str, dict] = {
 @contextmanager
 def variant(name: str) -> Iterator[None]:
     how, chosen, has_streams = VARIANTS[name], dict(launch.DEPENDENT), choice.has_streams
+    most, choice.MOST_TOKENS = choice.MOST_TOKENS, how.get("most", choice.MOST_TOKENS)
     launch.DEPENDENT.update(how.get("dependent", {}))
     if not how.get("stream", True):
         choice.has_streams = lambda device: False
@@ -431,7 +454,7 @@ def variant(name: str) -> Iterator[None]:
         yield
     finally:
         launch.DEPENDENT.update(chosen)
-        choice.has_streams = has_streams
+        choice.has_streams, choice.MOST_TOKENS = has_streams, most
 
 
 def layer_cases(sweep: bool) -> None:
@@ -450,7 +473,7 @@ def layer_cases(sweep: bool) -> None:
         ]  # fmt: skip
         norm, head_norm = rand(hidden, dtype=torch.float32), rand(128, dtype=torch.float32)
         table = rand(8192, 128, dtype=torch.float32)
-        shapes = [(1, 512), (4, 512), (8, 512), (16, 1280), (32, 1280), (64, 1280), (128, 1280), (256, 1280)]
+        shapes = [(1, 512), (4, 512), (8, 512), *((n, 1280) for n in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256))]
         for tokens, length in shapes + ([(32, 4352)] if sweep else []):
             caches = [Paged(tokens, length, heads, kv) for _ in range(layers if tokens <= 64 else 2)]
             scratch = decode.Scratch(DEVICE)
@@ -488,7 +511,7 @@ def layer_cases(sweep: bool) -> None:
 
             for name, how in VARIANTS.items():
                 kind = how.get("kind", "own")
-                if not (COMPILING and kind == "library"):
+                if not (COMPILING and kind == "library") and not ("most" in how and tokens <= 64):
                     with variant(name):
                         state = [residual, residual]
                         runs: list[Run] = [lambda n=n, k=kind: layer(n, k) for n in range(layers)]
@@ -629,7 +652,7 @@ def sample_cases(sweep: bool) -> None:
 CASES = {
     "small": (check_small, small_cases), "decode": (check_attention, decode_cases), "prefill": (None, prefill_cases), "ragged": (None, ragged_cases),
     "chain": (None, chain_cases),
-    "linear": (check_linear, linear_cases), "layer": (None, layer_cases), "sample": (check_sample, sample_cases),
+    "linear": (check_linear, linear_cases), "wide": (check_wide, lambda sweep: None), "layer": (None, layer_cases), "sample": (check_sample, sample_cases),
 }  # fmt: skip
 
 _turn = [0]

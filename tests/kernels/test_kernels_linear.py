@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.kernels import linear as choice
+from tandem.kernels.launch import has_streams
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +95,46 @@ def test_tiles_fit_the_card(tokens):
         assert choose(512, 4096, 4096, 132) is None and choose(8, 20000, 4096, 132) is None
 
 
+@pytest.mark.parametrize("tokens", [65, 97, 128, 129, 200, 256])
+def test_wide_tiles_fit_the_card_in_one_go(tokens):
+    chosen = 0
+    for rows, size in [*SHAPES, (6144, 1024), (28672, 4096)]:
+        for gated in (False, True):
+            tiles = choice.stream_tiles_for(tokens, rows, size, 132, gated)
+            fixed = choice.wide_tiles(tokens, rows, 1 if gated else choice.invariant_parts(rows, size), 132)
+            for how in (tiles, fixed) if tiles else (fixed,):
+                assert 113 * 1024 < how["num_stages"] * 2 * how["step"] * (how["rows"] + how["tokens"]) < 226 * 1024
+                assert how["num_stages"] > how["lag"] + 1, "something is on its way while a slot is at work"
+                assert how["tokens"] < 2 * tokens
+            if tiles:
+                chosen += 1
+                programs = -(-rows // tiles["rows"]) * -(-tokens // tiles["tokens"]) * tiles["num_parts"]
+                assert programs <= 132 and tiles["num_parts"] <= 2
+    assert chosen > 8
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 400), st.sampled_from([64, 128, 256]))
+def test_tiles_of_tokens_hold_each_one_and_no_row_past_the_end(num_tokens, tile):
+    from tandem.kernels.linear_stream import _token_tiles
+
+    tokens = 8 if num_tokens <= 8 else choice.token_tile(num_tokens) if num_tokens <= 64 else min(tile, 2 * 64)
+    if tile == 256 and num_tokens > 128:
+        tokens = 256
+    x, apart = _token_tiles(torch.empty(num_tokens, 128), tokens, 2)
+    _, halves, near, _ = x.shape
+    assert x.strides[1] == apart * x.strides[2] and x.block_shape[1] * x.block_shape[2] == tokens
+    held = set()
+    for number in range(-(-num_tokens // tokens)):
+        start = max(min(number * tokens, num_tokens - tokens), 0)
+        assert tokens == 8 or start + tokens // 2 <= near, "a row past the end would be slow"
+        rows = [start + half * apart + row for half in range(halves) for row in range(min(tokens // 2, near - start))]
+        column = [start + j + (apart - tokens // 2 if j >= tokens // 2 else 0) for j in range(tokens)]
+        assert [c for c in column if c < num_tokens] == rows, "what is written is what was read"
+        held.update(rows)
+    assert held == set(range(num_tokens))
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 300), st.integers(1, 16), st.integers(1, 64))
 def test_parts_of_few_and_of_many_tokens_are_the_same(groups, parts, tokens):
@@ -133,33 +174,54 @@ def test_weights_are_asked_for_before_the_wait_and_tokens_after():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     before, after = done.stdout.split("griddepcontrol.wait")
-    weights, tokens = "cp.async.bulk.tensor.5d", "cp.async.bulk.tensor.3d"
+    weights, tokens = "cp.async.bulk.tensor.5d", "cp.async.bulk.tensor.4d"
     assert before.count(weights) == 3 and tokens not in before
     assert after.count(tokens) == 4 and after.count(weights) == 1, "all stages once, then again in the loop"
     assert "ld.local" not in done.stdout and "wgmma.mma_async" in after
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "rows", "size"), [(1, 4096, 1024), (8, 1000, 576), (33, 1008, 4032), (64, 64, 64)])
-def test_streamed_products(tokens, rows, size):
-    from tandem.kernels import launch
+def assert_streamed(tokens, rows, size, tiles):
+    """Products by linear_stream.py with these tiles, plain and gated, against float64."""
     from tandem.kernels.linear_stream import stream
 
-    if not launch.has_streams(torch.device("cuda")):
-        pytest.skip("needs Hopper's tensor cores and copy engine")
     x, weight = rand(tokens, size), rand(rows, size, seed=1) * size**-0.5
     bias = rand(rows, seed=2) if tokens > 8 else None
     want = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
-    for parts, step, stages in [(1, 128, 3), (3, 64, 2), (2, 256, 2)]:
-        tiles = {"tokens": max(8, choice.token_tile(tokens)), "rows": 64, "step": step, "num_stages": stages}
-        got = stream(x, weight, bias, num_parts=parts, **tiles)
-        assert_near(got.sum(0) if got.dim() == 3 else got, want)
-        if rows % 16 == 0:
-            for gated_rows, activation in ((64, "silu"), (128, "gelu")):
-                got = stream(x, weight, bias, activation=activation, **{**tiles, "rows": gated_rows})
-                gate, up = want.chunk(2, dim=1)
-                gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-                assert_near(got, gate * up, 4e-3)
+    got = stream(x, weight, bias, **tiles)
+    assert_near(got.sum(0) if got.dim() == 3 else got, want)
+    if rows % 16 == 0:
+        for activation, of in (("silu", F.silu), ("gelu", lambda y: F.gelu(y, approximate="tanh"))):
+            gate, up = want.chunk(2, dim=1)
+            got = stream(x, weight, bias, activation=activation, **{**tiles, "num_parts": 1})
+            assert_near(got, of(gate) * up, 4e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "rows", "size"),
+    [(1, 4096, 1024), (3, 64, 64), (8, 1000, 576), (13, 96, 128), (33, 1008, 4032), (64, 64, 64)],
+)
+def test_streamed_products(tokens, rows, size):
+    if not has_streams(torch.device("cuda")):
+        pytest.skip("needs Hopper's tensor cores and copy engine")
+    tile = max(8, choice.token_tile(tokens)) if tokens > 8 else 8
+    for parts, step, stages, lag in [(1, 128, 3, 1), (3, 64, 2, 0), (2, 256, 2, 0)]:
+        for of in (64, 128):
+            tiles = {"tokens": tile, "rows": of, "step": step, "num_stages": stages, "num_parts": parts, "lag": lag}
+            assert_streamed(tokens, rows, size, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [65, 97, 127, 128, 129, 200, 255, 256])
+def test_wide_streamed_products(tokens):
+    if not has_streams(torch.device("cuda")):
+        pytest.skip("needs Hopper's tensor cores and copy engine")
+    for rows, size in ((1008, 1088), (1000, 576)):
+        for of, tile in (*choice.WIDE_TILES, (128, 256)):
+            if tile < 2 * tokens:
+                how = {"tokens": tile, "rows": of, "step": 128 if of == 64 else 64, "num_warps": 4 if of == 64 else 8}
+                for parts in (1, 2):
+                    assert_streamed(tokens, rows, size, {**how, "num_parts": parts, "num_stages": 3, "lag": 1})
 
 
 @pytest.mark.gpu
@@ -175,7 +237,7 @@ def test_a_tokens_product_is_the_same_number_among_any_others(rows, size):
     ]
     for form in forms:
         among = form(many)
-        for tokens in (1, 8, 9, 17, 33, 64, 65, 129):
+        for tokens in (1, 8, 9, 17, 33, 64, 65, 97, 128, 129, 200, 255, 256, 257):
             assert (form(many[:tokens]) == among[:tokens]).all()
 
 

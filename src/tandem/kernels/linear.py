@@ -17,11 +17,14 @@ from tandem.kernels.activation import gated
 from tandem.kernels.launch import has_streams, num_multiprocessors, runs_triton
 from tandem.kernels.norm import sum_parts
 
-MOST_TOKENS = 64  # above, a layer took as long with the library's products
+FEW_TOKENS, MOST_TOKENS = 64, 256  # up to the first the weights alone count; above the last the library is taken
 STREAM_BYTES = 222 * 1024  # shared memory of a program of linear_stream.py, most of a multiprocessor's 228 KiB
 # At least this much, too much for two: programs that start while others end would else pile up on the few
 # multiprocessors that are free first.
 SPREAD_BYTES = 114 * 1024
+WIDE_TILES = ((64, 64), (64, 128), (128, 128), (256, 128))  # rows and tokens, above FEW_TOKENS
+WIDE_BYTES = 192 * 1024
+LARGE = 1 << 24  # weights: above, the bandwidth of memory counts more than what a kernel's start and end take
 
 
 def linear(x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None, invariant: bool = False) -> Tensor:
@@ -106,13 +109,17 @@ def _invariant(
 
     parts = 1 if activation else invariant_parts(*weight_NI.shape)
     as_parts = as_parts and parts > 1
+    num_tokens, num_rows = x_TI.shape[0], weight_NI.shape[0]
     if not streams(weight_NI, activation is not None):
         y = invariant_linear(x_TI, weight_NI, bias_N, parts)
-    elif x_TI.shape[0] > MOST_TOKENS:
+    elif num_tokens > MOST_TOKENS:
         y = invariant_linear(x_TI, weight_NI, bias_N, parts, as_parts)
     else:
-        rows = 64 if activation is None else gated_rows(weight_NI.shape[0])
-        tiles = stream_tiles(x_TI.shape[0], rows, weight_NI.shape[1], parts)
+        if num_tokens > FEW_TOKENS:
+            tiles = wide_tiles(num_tokens, num_rows, parts, num_multiprocessors(x_TI.device))
+        else:
+            rows = 64 if activation is None else gated_rows(num_rows)
+            tiles = stream_tiles(num_tokens, rows, weight_NI.shape[1], parts)
         y = _product(x_TI, weight_NI, bias_N if parts == 1 else None, tiles, activation)
         return sum_parts_triton(y, bias_N, x_TI.dtype) if parts > 1 and not as_parts else y
     return gated(y, activation) if activation else y
@@ -155,7 +162,7 @@ def tiles_for(
     gated: the activation is folded in, and num_rows counts gate and up. Parts make about one program a
     multiprocessor: that many run at the same pace to the end.
     """
-    if num_tokens > MOST_TOKENS:
+    if num_tokens > FEW_TOKENS:
         return None
     tokens = token_tile(num_tokens)
     if gated:
@@ -173,7 +180,9 @@ def stream_tiles_for(
     num_tokens: int, num_rows: int, size: int, num_processors: int, gated: bool = False
 ) -> dict[str, Any] | None:
     """As tiles_for, of linear_stream.py."""
-    if num_tokens > MOST_TOKENS or (not gated and (num_rows > 8192 and (num_rows < 65536 or num_tokens > 32))):
+    if num_tokens > FEW_TOKENS:
+        return wide_tiles_for(num_tokens, num_rows, size, num_processors, gated)
+    if not gated and (num_rows > 8192 and (num_rows < 65536 or num_tokens > 32)):
         return None
     if gated:
         return stream_tiles(num_tokens, gated_rows(num_rows), size, 1)
@@ -197,12 +206,47 @@ def stream_parts(num_rows: int, size: int, num_processors: int) -> int:
 def stream_tiles(
     num_tokens: int, rows: int, size: int, num_parts: int, num_bytes: int = STREAM_BYTES
 ) -> dict[str, Any]:
-    """As many stages as shared memory takes. Parts are whole numbers of 128, as those of invariant_linear."""
+    """As many stages as shared memory takes. Parts are whole numbers of 128, as those of invariant_linear.
+
+    lag: with two stages none would be on its way meanwhile; with more it paid up to 16 tokens.
+    """
     tokens = 8 if num_tokens <= 8 else token_tile(num_tokens)
     step = 256 if -(-size // 128 // num_parts) % 2 == 0 else 128
     stages = num_bytes // (2 * step * (rows + tokens))
     return {
         "tokens": tokens, "rows": rows, "step": step, "num_parts": num_parts, "num_stages": stages,
+        "least_bytes": SPREAD_BYTES, "lag": int(num_tokens <= 16 and stages > 2),
+    }  # fmt: skip
+
+
+def wide_tiles_for(
+    num_tokens: int, num_rows: int, size: int, num_processors: int, gated: bool
+) -> dict[str, Any] | None:
+    """As stream_tiles_for, above FEW_TOKENS. Two parts at most: the consumer reads them for as many tokens."""
+    parts = 1 if gated else max(1, min(2, num_processors // -(-num_rows // 64), size // 1024))
+    tiles = wide_tiles(num_tokens, num_rows, parts, num_processors)
+    programs = -(-num_rows // tiles["rows"]) * -(-num_tokens // tiles["tokens"]) * parts
+    if num_tokens > MOST_TOKENS or programs > num_processors:
+        return None
+    if num_tokens > 128 and (num_rows * size >= LARGE or tiles["rows"] > 128):
+        return None  # bound by the tensor cores, or nearly: the library's larger tiles
+    return None if num_rows * size > LARGE and not gated and parts == 1 else tiles
+
+
+def wide_tiles(num_tokens: int, num_rows: int, num_parts: int, num_processors: int) -> dict[str, Any]:
+    """The smallest tile that makes no more programs than multiprocessors, else the largest.
+
+    A multiprocessor receives (rows + tokens) · size / parts elements: about 100 KB/us each, 10 TB/s all together.
+    """
+    for rows, tokens in WIDE_TILES:
+        if -(-num_rows // rows) * -(-num_tokens // tokens) * num_parts <= num_processors:
+            break
+    else:
+        rows, tokens = (128, 256) if num_tokens > 128 else (256, 128)
+    step = 128 if rows == 64 else 64
+    return {
+        "tokens": tokens, "rows": rows, "step": step, "num_parts": num_parts, "lag": 1,
+        "num_stages": WIDE_BYTES // (2 * step * (rows + tokens)), "num_warps": 4 if rows == 64 else 8,
         "least_bytes": SPREAD_BYTES,
     }  # fmt: skip
 

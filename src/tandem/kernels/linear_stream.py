@@ -7,6 +7,10 @@ as many tiles of them as its shared memory holds, then waits, then asks for the 
     predecessor   ───────── work ─────────┤ tail ├
     this kernel            started │ weights 0 … S-1 requested │ wait ├ activations │ product, next tiles │ out
 
+A tile of tokens is two halves of rows that exist, overlapping where there are fewer tokens than twice a half: rows past
+the end, which the copy engine fills with zeros, take far longer than others. What two tiles or halves have in common
+is computed twice, to the same numbers.
+
 Written in Gluon, where shared memory and waiting are explicit. Other devices and the interpreter take linear_triton.py.
 """
 
@@ -30,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tandem.kernels.launch import options, start
 
 INNER = 64  # elements of the inner dimension in 128 bytes, the width of a swizzled tile of shared memory
-LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 5)}
+LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4, 5)}
 
 
 @gluon.jit
@@ -55,7 +59,7 @@ def _request_weights(weights, barrier, tiles, first_row, column, GATED: gl.const
 
 @gluon.jit
 def _request_tokens(x, barrier, tiles, first_token, column):
-    tma.async_copy_global_to_shared(x, [column // 64, first_token, 0], barrier, tiles)
+    tma.async_copy_global_to_shared(x, [column // 64, 0, first_token, 0], barrier, tiles)
 
 
 @gluon.jit
@@ -68,8 +72,8 @@ def _activate(gate, GELU: gl.constexpr):
 
 
 @gluon.jit
-def _write(acc, bias_ptr, out_ptr, first_row, first_token, T, N, IS_FIRST, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
-           GELU: gl.constexpr):  # fmt: skip
+def _write(acc, bias_ptr, out_ptr, first_row, first_token, apart, T, N, IS_FIRST, HAS_BIAS: gl.constexpr,
+           GATED: gl.constexpr, GELU: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     if GATED:
@@ -81,7 +85,8 @@ def _write(acc, bias_ptr, out_ptr, first_row, first_token, T, N, IS_FIRST, HAS_B
         gate, up = acc, acc
     layout: gl.constexpr = gate.type.layout
     rows = first_row + gl.arange(0, gate.shape[0], gl.SliceLayout(1, layout))
-    tokens = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    columns = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    tokens = first_token + columns + gl.where(columns < TOKENS // 2, 0, apart - TOKENS // 2)
     if HAS_BIAS:
         bias = gl.load(bias_ptr + rows, (rows < N) & IS_FIRST, other=0.0).to(gl.float32)
         gate += gl.expand_dims(bias, 1)
@@ -103,26 +108,26 @@ def _multiply(acc, weight_tiles, token_tiles, first_tile, TILES: gl.constexpr):
     return acc
 
 
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "apart"])
 def _stream_kernel(
-    x, weights, bias_ptr, out_ptr, T, N, size, part_size,
+    x, weights, bias_ptr, out_ptr, T, N, size, part_size, apart,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     WHOLE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
-    OPERAND: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    LAG: gl.constexpr, OPERAND: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     # out[T, N] = x[T, I] · weights[N, I]ᵀ, a stage at a time: TILES tiles of ROWS × 64 weights and TOKENS × 64 of x.
     # WHOLE: all stages of a part fit, so that no slot is filled twice. HELD: memory of how many stages is taken.
-    # Past the end of I, of the tokens and of the rows the copy engine writes zeros.
+    # LAG: a slot is filled anew while the product of the next one is at work, else ahead of it. apart: how far a tile's
+    # second half of tokens is from the first. Past the end of I and of the rows the copy engine writes zeros.
     STEP: gl.constexpr = TILES * 64
     STAGE_BYTES: gl.constexpr = STEP * (ROWS + TOKENS) * 2
-    part = gl.program_id(1)
-    first_row = gl.program_id(0) * (ROWS // 2 if GATED else ROWS)
-    first_token = gl.program_id(2) * TOKENS
+    part = gl.program_id(2)
+    first_row = gl.program_id(1) * (ROWS // 2 if GATED else ROWS)
     begin = part * part_size
     end = gl.minimum(begin + part_size, size)
     weight_shape: gl.constexpr = [HELD] + weights.block_type.shape  # noqa: RUF005
     weight_tiles = gl.allocate_shared_memory(weights.dtype, weight_shape, weights.layout)
-    token_tiles = gl.allocate_shared_memory(x.dtype, [HELD, TILES, TOKENS, 64], x.layout)
+    token_tiles = gl.allocate_shared_memory(x.dtype, [HELD, TILES, 2, TOKENS // 2, 64], x.layout)
     flat_weights = weight_tiles._reinterpret(weights.dtype, [HELD * TILES, ROWS, 64], OPERAND)
     flat_tokens = token_tiles._reinterpret(x.dtype, [HELD * TILES, TOKENS, 64], OPERAND)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -137,6 +142,7 @@ def _stream_kernel(
         _let_successor_start()
     if PDL > 0:
         _wait_for_predecessor()
+    first_token = gl.maximum(gl.minimum(gl.program_id(0) * TOKENS, T - TOKENS), 0)
     for stage in gl.static_range(STAGES):
         _request_tokens(x, barriers.index(stage), token_tiles.index(stage), first_token, begin + stage * STEP)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TOKENS, 16]))
@@ -148,34 +154,39 @@ def _stream_kernel(
     else:
         for step in range((end - begin + STEP - 1) // STEP):
             slot = step % STAGES
-            barrier = barriers.index(slot)
-            mbarrier.wait(barrier, (step // STAGES) & 1)
+            mbarrier.wait(barriers.index(slot), (step // STAGES) & 1)
             acc = _multiply(acc, flat_weights, flat_tokens, slot * TILES, TILES)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            column = begin + (step + STAGES) * STEP
-            if column < end:
+            acc = warpgroup_mma_wait(TILES if LAG else 0, deps=(acc,))
+            done = step - LAG
+            column = begin + (done + STAGES) * STEP
+            if (done >= 0) & (column < end):
+                slot = done % STAGES
+                barrier = barriers.index(slot)
                 mbarrier.expect(barrier, STAGE_BYTES)
                 _request_weights(weights, barrier, weight_tiles.index(slot), first_row, column, GATED)
                 _request_tokens(x, barrier, token_tiles.index(slot), first_token, column)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
     if PDL == 2:
         _let_successor_start()
     if PARTS:
         out_ptr += part.to(gl.int64) * T * N
-    _write(acc, bias_ptr, out_ptr, first_row, first_token, T, N, part == 0, HAS_BIAS, GATED, GELU)
+    _write(acc, bias_ptr, out_ptr, first_row, first_token, apart, T, N, part == 0, HAS_BIAS, GATED, GELU)
 
 
 def stream(
     x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, *, tokens: int, rows: int, step: int, num_parts: int = 1,
-    num_stages: int = 4, least_bytes: int = 0, num_warps: int = 4, activation: str | None = None,
+    num_stages: int = 4, least_bytes: int = 0, lag: int = 0, num_warps: int = 4, activation: str | None = None,
 ) -> Tensor:  # fmt: skip
     """As skinny of linear_triton.py, with tiles of 8 tokens and more. See streams and aligned of linear.py.
 
-    least_bytes: of shared memory, to be taken even where fewer are used. The weights are read before the kernel ahead
-    has ended, so it must not be that one which writes them.
+    tokens: more than 8 are less than twice those that there are. least_bytes: of shared memory, to be taken even where
+    fewer are used. lag: 0 or 1, see the kernel. The weights are read before the kernel ahead has ended, so it must not
+    be that one which writes them.
     """
     num_tokens, size = x_TI.shape
     num_rows = weight_NI.shape[0] // (2 if activation else 1)
-    part_size = triton.cdiv(triton.cdiv(size, step), num_parts) * step
+    unit = max(step, 128)  # as invariant_linear cuts
+    part_size = triton.cdiv(triton.cdiv(size, unit), num_parts) * unit
     num_parts = triton.cdiv(size, part_size)
     num_stages = min(num_stages, part_size // step)
     num_held = max(num_stages, triton.cdiv(least_bytes, 2 * step * (rows + tokens)))
@@ -183,20 +194,32 @@ def stream(
     out = torch.empty(shape, dtype=torch.float32 if num_parts > 1 else x_TI.dtype, device=x_TI.device)
     # Tiles as the outer dimension, so that one request brings a stage of them. Gate and up rows by turns of 8.
     columns, tiles = size // INNER, step // INNER
-    stride = size if num_tokens == 1 else x_TI.stride(0)
-    x = TensorDescriptor(x_TI, [columns, num_tokens, INNER], [INNER, stride, 1], [tiles, tokens, INNER], LAYOUTS[3])
+    x, apart = _token_tiles(x_TI, tokens, tiles)
     if activation:
         whole, strides = [columns, num_rows // 8, 2, 8, INNER], [INNER, 8 * size, num_rows * size, size, 1]
         weights = TensorDescriptor(weight_NI, whole, strides, [tiles, rows // 16, 2, 8, INNER], LAYOUTS[5])
     else:
         whole, strides = [columns, num_rows, INNER], [INNER, size, 1]
         weights = TensorDescriptor(weight_NI, whole, strides, [tiles, rows, INNER], LAYOUTS[3])
-    grid = (triton.cdiv(num_rows, rows // (2 if activation else 1)), num_parts, triton.cdiv(num_tokens, tokens))
+    grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_rows, rows // (2 if activation else 1)), num_parts)
     start(_stream_kernel, grid,
-        x, weights, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, part_size,
+        x, weights, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, part_size, apart,
         TOKENS=tokens, ROWS=rows, TILES=tiles, STAGES=num_stages, HELD=num_held,
         WHOLE=num_stages * step >= part_size, PARTS=num_parts > 1, HAS_BIAS=bias_N is not None,
-        GATED=activation is not None, GELU=activation == "gelu", OPERAND=LAYOUTS[2],
+        GATED=activation is not None, GELU=activation == "gelu", LAG=lag, OPERAND=LAYOUTS[2],
         **options(x_TI, "stream", num_warps),
     )  # fmt: skip
     return out
+
+
+def _token_tiles(x_TI: Tensor, tokens: int, tiles: int) -> tuple[TensorDescriptor, int]:
+    """Activations as [columns of 64, half, rows of a half, 64], and how many tokens the halves are apart."""
+    (num_tokens, size), half = x_TI.shape, tokens // 2
+    assert num_tokens > half or tokens <= 8
+    stride = size if num_tokens == 1 else x_TI.stride(0)
+    if num_tokens > half:
+        apart, halves, near = min(half, num_tokens - half), 2, max(half, num_tokens - half)
+    else:
+        apart, halves, near = half, 1, num_tokens
+    whole, strides = [size // INNER, halves, near, INNER], [INNER, apart * stride, stride, 1]
+    return TensorDescriptor(x_TI, whole, strides, [tiles, 2, half, INNER], LAYOUTS[4]), apart

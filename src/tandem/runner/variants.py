@@ -32,7 +32,7 @@ log = logging.getLogger("tandem.runner")
 
 OURS = (None, "triton", "flashinfer")  # attention backends that launch our kernels
 MOST_S = 60.0
-PROMPTS = (1, 40, 200)  # tokens of prompts that are attended and multiplied by other kernels than the largest step
+PROMPTS = (1, 40, 100, 200)  # tokens of prompts that are attended and multiplied by other kernels than the largest step
 LONGEST = 1024  # above, the vendor's library attends to prompts, and acting it out takes seconds
 WAYS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
 
