@@ -11,7 +11,7 @@ from tandem.runner.null import NullRunner
 from tandem.schedule import Scheduler
 
 NUM_LOGITS = 997
-PATIENCE = 8  # rounds without work that a grammar may need to be ready
+PATIENCE = 24  # rounds without work that a grammar may need to be ready
 
 
 class CountingMask:

@@ -41,7 +41,7 @@ def guests(draw: st.DrawFn) -> list[Guest]:
             client=draw(st.sampled_from(["", "", "c", "d"])), bundle=draw(st.sampled_from(["", "1", "2"])),
         )  # fmt: skip
         goes = draw(st.none() | st.integers(0, 40)) if draw(st.booleans()) else None
-        delay = draw(st.sampled_from([None, None, None, 0, 3]))
+        delay = draw(st.sampled_from([None, None, None, 0, 3, 12]))
         comes = draw(st.integers(0, 30))
         found.append(Guest(made, comes, goes, delay))
         for sibling in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):

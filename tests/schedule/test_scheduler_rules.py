@@ -7,6 +7,7 @@ from tandem.errors import GrammarError, RequestError, SettingError
 from tandem.plan import Span
 from tandem.runner.null import Faults
 from tandem.schedule import Scheduler
+from tandem.schedule.decode import MAX_LATE
 
 DEPTHS = [1, 2, 3, 4]
 
@@ -111,6 +112,39 @@ def test_a_grammar_waits_for_its_last_token_and_delays_nobody(depth: int) -> Non
     chunks = [span for span in spans_of(drive, "bound") if not span.samples]
     assert sum(span.length for span in chunks) == 49, "all but the last prompt token need no grammar"
     assert sum(len(plan.masks) for plan in drive.plans) == 12
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_those_bound_by_grammars_share_their_steps(depth: int) -> None:
+    """Those who come one by one do not form groups that alternate, each with a step to itself."""
+    drive = Drive(depth)
+    for number in range(4):
+        drive.add(request(f"b{number}", 5, 48), mask=CountingMask(delay=number))
+        drive.run(until=lambda name=f"b{number}": len(drive.answers[name].tokens) > 1)
+    before = len(drive.plans)
+    drive.run()
+    shared = [plan.num_decodes for plan in drive.plans[before + 2 :]]
+    assert shared[:12] == [4] * 12, shared
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_whoever_has_slow_masks_holds_the_others_up_once(depth: int) -> None:
+    """And nobody waits while somebody unbound needs each step anyway."""
+    drive = Drive(depth)
+    drive.add(request("slow", 5, 24), mask=CountingMask(delay=20))
+    drive.add(request("bound", 5, 24), mask=CountingMask())
+    turns = 0
+    while drive.answers["bound"].finish is None:
+        drive.turn()
+        turns += 1
+    assert turns <= 24 * 2 + 2 * (MAX_LATE + 1) and len(drive.answers["slow"].tokens) < 12
+    drive.run()
+    drive.add(request("slow again", 5, 24), mask=CountingMask(delay=20))
+    drive.add(request("quick", 5, 8), mask=CountingMask())
+    drive.add(request("free", 5, 40))
+    answers = drive.run()
+    assert len(spans_of(drive, "free")) == 40 and answers["free"].last_step - answers["free"].first_step <= 39 + depth
+    assert answers["quick"].last_step < answers["free"].last_step
 
 
 def test_a_grammar_that_breaks_ends_its_own_request() -> None:

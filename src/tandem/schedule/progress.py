@@ -46,14 +46,15 @@ class Progress:
     size        tokens to compute, as the waiting queue knew it.
     tried_…     available blocks, and those to be left for others, when it could not join last.
     prompt_step the step that computes the end of its prompt, since it was admitted last; -1: none yet.
+    num_late    steps that could have had its next token, had its mask been there.      is_slow   its last one was late.
     last_step   the step that plans its last token, or reads its blocks for a sibling behind that.
     """
 
     __slots__ = (
-        "arrived", "beat", "cached", "chain", "code", "due_step", "error", "id", "importance", "last_step", "limit",
-        "mask", "new_blocks", "num_overtakes", "num_preemptions", "number", "offset", "place", "plain", "prompt_length",
-        "prompt_sent", "prompt_step", "request", "returns", "row", "siblings", "size", "spoke", "stamp", "status",
-        "stops", "table", "tokens", "tried_blocks", "tried_reserve", "turn", "weight",
+        "arrived", "beat", "cached", "chain", "code", "due_step", "error", "id", "importance", "is_slow", "last_step",
+        "limit", "mask", "new_blocks", "num_late", "num_overtakes", "num_preemptions", "number", "offset", "place",
+        "plain", "prompt_length", "prompt_sent", "prompt_step", "request", "returns", "row", "siblings", "size",
+        "spoke", "stamp", "status", "stops", "table", "tokens", "tried_blocks", "tried_reserve", "turn", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +93,8 @@ class Progress:
         self.siblings: list[Progress] = []
         self.stamp = 0
         self.num_overtakes = 0
+        self.num_late = 0
+        self.is_slow = False
         self.tried_blocks = -1
         self.tried_reserve = 0
         self.num_preemptions = 0
