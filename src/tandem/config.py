@@ -117,7 +117,8 @@ class Settings:
         chosen["kv_cache_memory"] = (
             memory, "share of the device's free memory" if cuda else "a quarter of free memory, at most 4 GiB"
         )  # fmt: skip
-        chosen["attention"] = ("triton" if cuda else "cpu", f"the default on {facts.device}")
+        own = "the default on cuda; FlashInfer has the prompts where it is installed and can"
+        chosen["attention"] = ("triton", own) if cuda else ("cpu", f"the default on {facts.device}")
         chosen["threads"] = (facts.cores, "one a core")
         values: dict[str, Any] = {}
         reasons: dict[str, str] = {}
