@@ -129,6 +129,17 @@ def test_what_would_not_be_enforced_is_refused(kind, text, words):
         compiled(kind, text)
 
 
+@pytest.mark.parametrize("under", ["properties", "$defs", "patternProperties"])
+def test_a_name_is_no_keyword(under):
+    """A property of that name is one like others; beneath it keywords count again."""
+    named = {"type": "object", under: {"x-guidance": {"type": "integer"}}}
+    assert accepts(compiled("json_schema", json.dumps(named)), '{"x-guidance": 1}')
+    named[under]["x-guidance"] = {"type": "array", "x-guidance": {"lenient": True}}
+    for kind, text in (("json_schema", "{}"), ("grammar", "start: %json {}")):
+        with pytest.raises(RequestError, match="x-guidance"):
+            compiled(kind, text.replace("{}", json.dumps(named)))
+
+
 def test_attributes_that_have_an_effect_are_taken():
     assert accepts(compiled("grammar", 'start: r "[temperature=5]:"\nr[max_tokens=2]: /a*/'), "aa[temperature=5]:")
 

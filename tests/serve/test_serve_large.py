@@ -9,7 +9,7 @@ from serve_drive import Served, serving
 
 from tandem.engine.contract import Update
 from tandem.engine.text import Text
-from tandem.serve import shapes, written
+from tandem.serve import reply, shapes, written
 from tandem.serve.items import ResponsesReply
 from tandem.serve.options import ServeOptions
 from tandem.serve.reply import Ask, Show
@@ -188,3 +188,29 @@ def test_a_response_that_nobody_reads_on_closes_its_updates(null: Served) -> Non
 
     assert asyncio.run(main())
 
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_many_log_probabilities_in_one_event_of_a_stream_are_written_in_slices(
+    null: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same events; and the loop has its turn while one of thousands of values is written."""
+    asked = {"max_tokens": 12, "seed": 1, "temperature": 1, "ignore_eos": True}
+    asked |= {"messages": HI, "logprobs": True, "top_logprobs": 5} if path == CHAT else {"prompt": "a", "logprobs": 5}
+
+    def shown() -> list:
+        events = [event["choices"][0] for event in null.events(path, asked)[:-1]]
+        names = ("content",) if path == CHAT else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return [[entry for event in events for entry in (event["logprobs"] or {}).get(name) or ()] for name in names]
+
+    plain = shown()
+    assert len(plain[0]) == 12
+    num_large, large = 0, reply.Reply._large_event
+
+    def counting(*what):
+        nonlocal num_large
+        num_large += 1
+        return large(*what)
+
+    monkeypatch.setattr(reply, "SLICE", 20)
+    monkeypatch.setattr(reply.Reply, "_large_event", counting)
+    assert shown() == plain and num_large > 0

@@ -186,3 +186,16 @@ def test_head_and_options(border: Process) -> None:
         )
         assert answer.status_code == 405 and "allow" in answer.headers, path
         assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 1, 200), ("1.0", 2, 400)],
+)
+def test_a_request_names_one_host(border: Process, version: str, hosts: int, status: int) -> None:
+    head = f"GET /health HTTP/{version}\r\n{'host: localhost' + chr(13) + chr(10) if hosts else ''}"
+    head += "Host: 127.0.0.1\r\n" * (hosts - 1) + "connection: close\r\n\r\n"
+    raw = everything(connect(border, head))
+    assert [found for found, _ in answers(raw)] == [status]
+    if status == 400:
+        assert refusal(raw) == (400, "invalid_http") and b"Host header" in raw

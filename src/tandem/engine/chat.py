@@ -7,7 +7,6 @@ that no template renders longer than its limit.
 """
 
 import difflib
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tandem.engine.messages import checked_messages, final_text, with_written_calls
+from tandem.engine.messages import checked_messages, final_text, json_of, with_written_calls
 from tandem.errors import ModelError, RequestError
 from tandem.values import checked_items, show
 
@@ -257,7 +256,7 @@ def _put_ticks(tree: nodes.Template) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json_of(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

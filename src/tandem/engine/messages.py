@@ -4,10 +4,37 @@ Nothing of the caller's is changed; what is returned is a copy one level deep.
 """
 
 import json
+import math
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.errors import RequestError
+
+
+class Written(str):
+    """JSON text, or the beginning of one, that goes into the prompt as it stands."""
+
+    __slots__ = ()
+
+
+def json_of(value: Any, **layout: Any) -> str:
+    """The value as JSON; what is Written in it as it stands."""
+    texts: list[Written] = []
+    mark = secrets.token_hex(16)
+
+    def marked(part: Any) -> Any:
+        if isinstance(part, Written):
+            texts.append(part)
+            return f"{mark}{len(texts) - 1}"
+        if isinstance(part, Mapping):
+            return {key: marked(item) for key, item in part.items()}
+        return [marked(item) for item in part] if isinstance(part, list | tuple) else part
+
+    found = json.dumps(marked(value), **layout)
+    return re.sub(f'"{mark}([0-9]+)"', lambda place: texts[int(place[1])], found) if texts else found
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -55,16 +82,26 @@ def with_written_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
     """The assistant's earlier calls as text of its messages, for a template that does not write them.
 
     In the Hermes way, <tool_call>{"name": …, "arguments": …}</tool_call>: models whose template knows no tools are told
-    to call them so.
+    to call them so. Where a message has several, each shows its id, and results begin with the id of theirs.
     """
     written = []
+    several: set[str] = set()
     for message in messages:
         message = dict(message)
+        made = message.pop("tool_calls", None) or ()
+        if len(made) > 1:
+            several.update(str(call["id"]) for call in made if call.get("id"))
         calls = [
-            {"name": call.get("function", {}).get("name"), "arguments": call.get("function", {}).get("arguments", {})}
-            for call in message.pop("tool_calls", None) or ()
+            {
+                **({"id": call["id"]} if len(made) > 1 and call.get("id") else {}),
+                "name": call.get("function", {}).get("name"),
+                "arguments": call.get("function", {}).get("arguments", {}),
+            }
+            for call in made
         ]
-        texts = [f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>" for call in calls]
+        if message["role"] == "tool" and message.get("tool_call_id") in several:
+            message["content"] = f"{message['tool_call_id']}: {message['content']}"
+        texts = [f"<tool_call>{json_of(call, ensure_ascii=False)}</tool_call>" for call in calls]
         written.append({**message, "content": "\n".join(text for text in (message["content"], *texts) if text)})
     return written
 
@@ -102,10 +139,24 @@ def _with_parsed_arguments(call: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} has a tool call that is no object with a function.", param="messages")
     function = dict(call.get("function", {}))
     if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError) as error:
-            raise RequestError(
-                f"{where} has a tool call whose arguments are no JSON: {error}.", param="messages"
-            ) from error
+        function["arguments"] = _arguments_of(function["arguments"])
     return {**call, "function": function} if "function" in call else dict(call)
+
+
+def _arguments_of(text: str) -> Any:
+    """The arguments as a value; what is no JSON (a call that was cut short), or holds a number that no float can hold,
+    stays the text that the model wrote."""
+
+    def constant(name: str) -> float:
+        raise ValueError(f"{name} is no JSON")
+
+    def number(digits: str) -> float:
+        value = float(digits)
+        if math.isinf(value):
+            raise ValueError(f"{digits:.20} is too large")
+        return value
+
+    try:
+        return json.loads(text or "{}", parse_constant=constant, parse_float=number)
+    except (ValueError, RecursionError):
+        return Written(text)

@@ -16,6 +16,7 @@ HINT = "\nhint: "
 SIMPLER = "make the grammar simpler: smaller repetition counts, fewer alternatives, no rule that matches in many ways."
 
 _LAXNESS = "x-guidance"  # with it a schema asks llguidance to leave out what it cannot enforce
+_NAMING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _EFFECTLESS = re.compile(r"(?:^|,)\s*(temperature|capture|stop_capture)\s*(?=[=,\]])")
 _HEAD = re.compile(r"[?!]*[\w-]+[ \t]*\[([^:]*)")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')
@@ -82,15 +83,22 @@ def _check_lark(text: str, limits: GrammarLimits) -> None:
 
 def _check_schema(schema: Any, limits: GrammarLimits) -> None:
     """Refuse a nesting beyond the limit, and the library's own key for laxness, at any level."""
-    depth, level = 0, [schema]
+    depth, level = 0, [(schema, True)]
     while level:  # no recursion of our own
-        containers = [item for item in level if isinstance(item, dict | list)]
-        if any(isinstance(item, dict) and _LAXNESS in item for item in containers):
+        containers = [(item, is_schema) for item, is_schema in level if isinstance(item, dict | list)]
+        if any(is_schema and isinstance(item, dict) and _LAXNESS in item for item, is_schema in containers):
             raise UnfitError(f"{_LAXNESS} is not supported: schemas are enforced as they stand")
-        level = [part for item in containers for part in (item.values() if isinstance(item, dict) else item)]
+        level = [part for item, is_schema in containers for part in _parts(item, is_schema)]
         depth += bool(containers)
         if depth > limits.max_depth:
             raise UnfitError(f"it is nested more than {limits.max_depth} deep")
+
+
+def _parts(item: dict[str, Any] | list[Any], is_schema: bool) -> list[tuple[Any, bool]]:
+    """What is in it, and whether its keys are keywords; those of properties and definitions are names."""
+    if isinstance(item, list):
+        return [(part, True) for part in item]
+    return [(part, not (is_schema and key in _NAMING)) for key, part in item.items()]
 
 
 def _choice_pattern(text: str, limits: GrammarLimits) -> str:

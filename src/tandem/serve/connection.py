@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tandem.serve.border import Border
 from tandem.serve.failure import HttpError
-from tandem.serve.heads import PROBE, head_without_offer, message_of, name_the_target, no_http
+from tandem.serve.heads import PROBE, head_without_offer, message_of, name_the_target, no_host, no_http
 
 LINGER_S = 2.0
 GOODBYE_S = 0.1
@@ -156,6 +156,11 @@ class Connection(HttpToolsProtocol):
             return  # see _feed
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.border.header_bytes:
             self._refusal = self._too_large()
+            raise self._refusal
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):  # RFC 9112, 3.2
+            self.border.num_malformed += 1
+            self._refusal = no_host(num_hosts)
             raise self._refusal
         name_the_target(self.url, self.headers)
         super().on_headers_complete()

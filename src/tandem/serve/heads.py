@@ -41,5 +41,10 @@ def name_the_target(url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         headers[:] = [pair for pair in headers if pair[0] != b"host"] + [(b"host", name)]
 
 
+def no_host(num: int) -> HttpError:
+    what = f"the request has {num} Host headers." if num else "the request has no Host header."
+    return HttpError(what, code="invalid_http", hint="HTTP/1.1 wants exactly one.")
+
+
 def no_http() -> HttpError:
     return HttpError("this is no HTTP/1.1 request.", code="invalid_http")

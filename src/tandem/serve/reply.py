@@ -15,10 +15,10 @@ import orjson
 
 from tandem.engine.contract import Update
 from tandem.engine.streams import AsyncStream
-from tandem.request import SamplingParams, TokenLogprobs
+from tandem.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from tandem.serve.logprobs import Offsets, Tokens, num_values_of, prompt_entries
 from tandem.serve.parse import AnswerParser, Piece
-from tandem.serve.written import Parts, Turns, with_more, written_lists
+from tandem.serve.written import SLICE, Parts, Turns, with_more, written_lists
 
 MakeParser = Callable[[], AnswerParser]
 _MARK = "\N{REPLACEMENT CHARACTER}"
@@ -159,6 +159,7 @@ class Reply:
 
     async def chunks(self, updates: Updates) -> AsyncGenerator[bytes, None]:
         """One server-sent event a piece; the last of a choice carries its finish reason, then usage, then [DONE]."""
+        turns = Turns()
         async with aclosing(updates):
             async for ask, update in updates:
                 choice = self.choices[ask.first_index + update.index]
@@ -172,7 +173,13 @@ class Reply:
                 if not pieces and (update.finish or not choice.started or shows_tokens):
                     pieces = [Piece()]
                 for i, piece in enumerate(pieces):
-                    yield self._event(choice, piece, update if i == len(pieces) - 1 else None)
+                    last = update if i == len(pieces) - 1 else None
+                    num_values = len(last.logprobs or ()) * (1 + MAX_LOGPROBS) if last and self.show.logprobs else 0
+                    if num_values > SLICE:
+                        yield await self._large_event(choice, piece, update, turns)
+                    else:
+                        yield self._event(choice, piece, last)
+                        await turns.done(num_values)
                     choice.started = True
                 if choice.plain is None and choice.started and choice.token_ids:
                     choice.plain = self._plain(choice)
@@ -217,18 +224,35 @@ class Reply:
 
     def _event(self, choice: Choice, piece: Piece, update: Update | None) -> bytes:
         """One chunk; update is given with the last piece that it completed."""
-        body: dict[str, Any] = {"index": choice.index} | self.delta(choice, piece)
         logprobs = self.logprobs(choice, update.logprobs or []) if self.show.logprobs and update is not None else None
-        body["logprobs"] = logprobs
+        body = self._choice_shown(choice, piece, update, {"logprobs": logprobs})
+        return sse(self._around(choice) | {"choices": [body]})
+
+    async def _large_event(self, choice: Choice, piece: Piece, update: Update, turns: Turns) -> bytes:
+        """As _event, its log-probabilities written in slices: a client that reads slowly gets many at once."""
+        choice.logprobs = update.logprobs or []
+        logprobs = await self.written_logprobs(choice, turns)
+        choice.logprobs = []
+        body = with_more(self._choice_shown(choice, piece, update, {}), {"logprobs": logprobs})
+        chunk = with_more(self._around(choice), {"choices": [b"[", *body, b"]"]})
+        return b"".join([b"data: ", *chunk, b"\n\n"])
+
+    def _choice_shown(
+        self, choice: Choice, piece: Piece, update: Update | None, more: dict[str, Any]
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": choice.index} | self.delta(choice, piece) | more
         body["finish_reason"] = choice.finish if update is not None and update.finish else None
         if self.show.token_ids and update is not None:
             body["token_ids"] = update.token_ids
-        chunk = self.envelope(self.chunk_kind) | {"choices": [body]}
+        return body
+
+    def _around(self, choice: Choice) -> dict[str, Any]:
+        chunk = self.envelope(self.chunk_kind)
         if self.show.token_ids and not choice.started:
             chunk["prompt_token_ids"] = list(self.ask_of(choice).stream.prompt_token_ids)
         if self.show.continuous_usage:
             chunk["usage"] = self.usage()
-        return sse(chunk)
+        return chunk
 
     async def _complete(self, choice: Choice, turns: Turns) -> Parts:
         body = {"index": choice.index} | self.answer(choice) | {"finish_reason": choice.finish}
