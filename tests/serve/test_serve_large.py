@@ -211,6 +211,6 @@ def test_many_log_probabilities_in_one_event_of_a_stream_are_written_in_slices(
         num_large += 1
         return large(*what)
 
-    monkeypatch.setattr(reply, "SLICE", 20)
+    monkeypatch.setattr(reply, "STREAM_SLICE", 20)
     monkeypatch.setattr(reply.Reply, "_large_event", counting)
     assert shown() == plain and num_large > 0

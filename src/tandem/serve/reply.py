@@ -18,7 +18,7 @@ from tandem.engine.streams import AsyncStream
 from tandem.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from tandem.serve.logprobs import Offsets, Tokens, num_values_of, prompt_entries
 from tandem.serve.parse import AnswerParser, Piece
-from tandem.serve.written import SLICE, Parts, Turns, with_more, written_lists
+from tandem.serve.written import STREAM_SLICE, Parts, Turns, with_more, written_lists
 
 MakeParser = Callable[[], AnswerParser]
 _MARK = "\N{REPLACEMENT CHARACTER}"
@@ -159,7 +159,7 @@ class Reply:
 
     async def chunks(self, updates: Updates) -> AsyncGenerator[bytes, None]:
         """One server-sent event a piece; the last of a choice carries its finish reason, then usage, then [DONE]."""
-        turns = Turns()
+        turns = Turns(STREAM_SLICE)
         async with aclosing(updates):
             async for ask, update in updates:
                 choice = self.choices[ask.first_index + update.index]
@@ -175,7 +175,7 @@ class Reply:
                 for i, piece in enumerate(pieces):
                     last = update if i == len(pieces) - 1 else None
                     num_values = len(last.logprobs or ()) * (1 + MAX_LOGPROBS) if last and self.show.logprobs else 0
-                    if num_values > SLICE:
+                    if num_values > STREAM_SLICE:
                         yield await self._large_event(choice, piece, update, turns)
                     else:
                         yield self._event(choice, piece, last)

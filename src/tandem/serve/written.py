@@ -15,19 +15,22 @@ Item = TypeVar("Item")
 Parts = list[bytes]
 # Numbers and strings written between two turns of the loop: some 10 ms of work.
 SLICE = 8192
+# The same in a stream: many of them are at it in one turn.
+STREAM_SLICE = 1024
 PIECE_BYTES = 1 << 18
 
 
 class Turns:
-    """Gives the loop its turn whenever a slice of work has been done."""
+    """Gives the loop its turn whenever a slice of work has been done. size: values in a slice; None: SLICE."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size or SLICE
         self._num_values = 0
 
     async def done(self, num_values: int) -> None:
         """So many values have been written."""
         self._num_values += num_values
-        if self._num_values > SLICE - num_values:  # as many once more would be too many
+        if self._num_values > self.size - num_values:  # as many once more would be too many
             self._num_values = 0
             await asyncio.sleep(0)
 
@@ -40,7 +43,7 @@ async def written_lists(
     write   makes the next values of each array from the next items; it is called in order, at least once.
     width   values that one item makes.
     """
-    step = max(1, SLICE // width)
+    step = max(1, turns.size // width)
     arrays: list[Parts] = []
     for start in range(0, max(1, len(items)), step):
         some = items[start : start + step]
