@@ -69,10 +69,11 @@ class Line:
 
     def leave(self, progress: Progress, *, served: bool) -> None:
         """Its stamp is another one already."""
-        if served and not self.returned:
-            num_bundles = len(self._bundles) + self._num_alone  # a request without a bundle is one of its own
-            self._now = max(self._now, progress.turn) + ROUND // num_bundles
+        num_bundles = len(self._bundles) + self._num_alone  # a request without a bundle is one of its own
         self.num -= 1
+        if served and not self.returned:
+            now = max(self._now, progress.turn) + ROUND // num_bundles
+            self._now = max(self._now, min(now, self.first().turn + ROUND - 1)) if self.num else now
         name = progress.request.bundle
         if name and not self.returned:
             bundle = self._bundles[name]
@@ -154,8 +155,7 @@ class Turns:
     def leave(self, progress: Progress, *, served: bool) -> None:
         """served: it has been let in, which costs its client a turn. Its stamp is another one already."""
         line = self._lines[self._name(progress)]
-        if served and not line.returned:
-            self._now = max(self._now, line.start) + ROUND // self._num_lines
+        now = max(self._now, line.start) + ROUND // self._num_lines
         line.leave(progress, served=served)
         self.num -= 1
         self._num_lines -= not line.num
@@ -164,6 +164,7 @@ class Turns:
             number = line.first().number if line.num else progress.number
             if line.num:
                 heapq.heappush(self._starts, (line.start, number, line.serial, line))
+            self._pass(now)
             if line.start > self._now:
                 heapq.heappush(self._later, (line.start, number, line.serial, line))
         if not line.num and line.start <= self._now:
@@ -195,15 +196,25 @@ class Turns:
         return progress.returns, "" if progress.returns else progress.request.client
 
     def _wake(self) -> None:
-        """Drop what is no first any more. If nobody's turn has come, it is the next one's."""
-        while True:
-            start, _, _, line = self._starts[0]
-            if line.num and line.start == start:
-                break
-            heapq.heappop(self._starts)
+        """If nobody's turn has come, it is the next one's."""
+        start = self._earliest()
         if start > self._now:
             self._now = start
             self._promote()
+
+    def _earliest(self) -> int:
+        """The first turn of all; drops what is no first any more."""
+        while True:
+            start, _, _, line = self._starts[0]
+            if line.num and line.start == start:
+                return start
+            heapq.heappop(self._starts)
+
+    def _pass(self, now: int) -> None:
+        """Time goes on, but not by a round beyond anybody's turn: else who comes new would wait for two of his."""
+        if self._num_lines and (earliest := self._earliest()) != BEFORE_ALL:
+            now = min(now, earliest + ROUND - 1)
+        self._now = max(self._now, now)
 
     def _promote(self) -> None:
         """Those whose turn has come may go through the door; whoever has nothing waiting by then is forgotten."""
