@@ -5,11 +5,10 @@ settings ─locate─► model source ─► shape ─► facts ─resolve─►
 
 import dataclasses
 import importlib
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from tandem.engine.loop import Loop, snapshot
 from tandem.engine.null_model import CONFIG, KV_ELEMENTS, TEMPLATE, byte_tokenizer_json
 from tandem.engine.sizing import Shape
 from tandem.errors import ModelError, RequestError, SettingError, TandemError
-from tandem.observe.metrics import Histogram, Metrics
+from tandem.observe.metrics import Metrics
+from tandem.observe.plain import plain_metrics, plain_steps
 from tandem.observe.requests import RequestLedger
 from tandem.observe.timeline import Timeline
 from tandem.observe.trace_file import events
@@ -34,11 +34,7 @@ from tandem.weights.pull import pull as pull  # for the command line, which may 
 from tandem.weights.source import ModelSource, locate
 
 OnPhase = Callable[[str], None]
-MOMENTS = (
-    "step", "num_spans", "num_tokens", "num_decodes", "plan_began_s", "planned_s", "submitted_s", "wait_began_s",
-    "host_home_s", "settled_s", "ready_s", "began_s", "computed_s", "home_s",
-)  # fmt: skip
-_moments = operator.attrgetter(*MOMENTS)
+ANY_BYTES = 1 << 50  # of memory: kernels do not depend on how much there is
 RUNNERS = {"cpu": ("tandem.runner.cpu", "CpuRunner"), "cuda": ("tandem.runner.cuda", "CudaRunner")}
 
 
@@ -131,7 +127,7 @@ def make_loop(
         "metrics": Errand(lambda _: plain_metrics(metrics)),
         "timeline": Errand(lambda _: timeline.numbers()),
         "trace": Errand(lambda _: events(timeline)),
-        "steps": Errand(lambda wanted: _steps(timeline, wanted)),
+        "steps": Errand(lambda wanted: plain_steps(timeline, wanted)),
         "state": Errand(lambda _: _state(planner, built.runner, ledger)),
         "account": Errand(lambda request: _account(ledger, request)),
         "check": Errand(lambda _: planner.check(), drains=True),
@@ -209,26 +205,21 @@ def _compiling(settings: Settings, spec: Any, shape: Shape, source: ModelSource)
 
     Gives a kernels.compiling.Compiling; None where no GPU is in sight.
     """
-    if settings.device not in (None, "cuda"):
-        yield None
-        return
-    import torch
+    found = None
+    if settings.device in (None, "cuda"):
+        import torch
 
-    if torch.cuda.device_count() == 0:  # asks the driver's management library, which does not open the device
-        yield None
-        return
-    try:
-        resolved = settings.resolve(sizing.facts_of(shape, "cuda", "", 0))
-    except SettingError:  # told when the facts are known
-        yield None
-        return
-    from tandem.runner.variants import start_compiling
+        if torch.cuda.device_count():  # asks the driver's management library, which does not open the device
+            from tandem.runner.variants import start_compiling
 
-    compiling = start_compiling(spec, resolved.settings, sizing.num_known_ids(source.tokenizer_json))
+            with suppress(SettingError):  # told when the facts are known
+                resolved = settings.resolve(sizing.facts_of(shape, "cuda", "", ANY_BYTES))
+                found = start_compiling(spec, resolved.settings, sizing.num_known_ids(source.tokenizer_json))
     try:
-        yield compiling
+        yield found
     finally:
-        compiling.close()
+        if found is not None:
+            found.close()
 
 
 def _locate(settings: Settings, device: str | None, on_phase: OnPhase) -> ModelSource:
@@ -337,32 +328,6 @@ def _reload(built: Built, planner: Scheduler, model: str) -> None:
         )
     reload(source)
     planner.reset_prefix()
-
-
-def plain_metrics(metrics: Metrics) -> list[dict[str, Any]]:
-    """Metrics.families() as plain data that crosses a process border."""
-
-    def plain(value: float | Histogram) -> Any:
-        if isinstance(value, Histogram):
-            return {"buckets": value.cumulative(), "sum": value.sum, "count": value.count}
-        return value
-
-    return [
-        {**family._asdict(), "samples": [{"labels": s.labels, "value": plain(s.value)} for s in family.samples]}
-        for family in metrics.families()
-    ]
-
-
-def _steps(timeline: Timeline, wanted: str) -> dict[str, Any]:
-    """Moments of the newest steps. wanted: "AFTER LIMIT", see Timeline.recent."""
-    after, _, limit = wanted.partition(" ")
-    steps = timeline.recent(int(after or -1), int(limit or 100))
-    return {
-        "now_s": time.perf_counter(),
-        "depth": timeline.depth,
-        "fields": MOMENTS,
-        "steps": list(map(_moments, steps)),
-    }
 
 
 def _state(planner: Scheduler, runner: Runner, ledger: RequestLedger) -> dict[str, Any]:

@@ -13,9 +13,11 @@ import ctypes
 import gc
 import hashlib
 import importlib
+import logging
 import os
 import signal
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -26,6 +28,8 @@ import torch
 
 from tandem.kernels.launch import Target, compile_ahead, has_triton, interpreted, planning
 
+log = logging.getLogger("tandem.kernels")
+
 PR_SET_PDEATHSIG = 1
 MAJOR, MINOR, NUM_MULTIPROCESSORS = 75, 76, 16  # CUdevice_attribute
 POLL_S = 0.005
@@ -34,27 +38,29 @@ POLL_S = 0.005
 class Compiling:
     """Kernels on their way into Triton's cache.
 
-    done   whether all are there; None while that is not known.
+    mark   a file that is there once all of them are.
     """
 
-    def __init__(self, process: int | None, done: bool | None = None) -> None:
-        self._process, self.done = process, done
+    def __init__(self, mark: Path | None = None, process: int | None = None) -> None:
+        self._mark, self._process = mark, process
 
     def join(self, most_s: float) -> bool:
         """Wait for at most so many seconds, then end it. Returns whether all kernels are in the cache."""
         end_s = time.perf_counter() + most_s
         while self._process is not None:
             try:
-                process, status = os.waitpid(self._process, os.WNOHANG)
-            except ChildProcessError:  # somebody else waits for this process's children
-                process, status = self._process, 1
-            if process:
-                self._process, self.done = None, status == 0
+                ended, status = os.waitpid(self._process, os.WNOHANG)
+            except ChildProcessError:  # somebody else waits for this process's children, or the kernel does
+                ended, status = self._process, 0
+            if ended:
+                self._process = None
+                if status:
+                    log.debug("the process that has kernels compiled ended with status %s", status)
             elif time.perf_counter() > end_s:
                 self.close()
             else:
                 time.sleep(POLL_S)
-        return bool(self.done)
+        return self._mark is not None and self._mark.exists()
 
     def close(self) -> None:
         """End it, and all that it started. Idempotent."""
@@ -64,7 +70,7 @@ class Compiling:
                     kill(self._process, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._process, 0)
-            self._process, self.done = None, False
+            self._process = None
 
 
 def compile_in_processes(list_kernels: Callable[[], None], wanted: str, target: Target | None = None) -> Compiling:
@@ -73,11 +79,12 @@ def compile_in_processes(list_kernels: Callable[[], None], wanted: str, target: 
     wanted   tells apart what list_kernels depends on: if all of that was compiled before, nothing is started.
     target   the device to compile for; None: the driver's first.
     """
-    if not has_triton() or interpreted() or not hasattr(os, "fork") or torch.cuda.is_initialized():
-        return Compiling(None, False)
+    cuda: Any = torch.cuda
+    if not has_triton() or interpreted() or not hasattr(os, "fork") or cuda.is_initialized():
+        return Compiling()
     mark = Path(importlib.import_module("triton").knobs.cache.dir) / f"tandem-{_digest(wanted)}"
     if mark.exists():
-        return Compiling(None, True)
+        return Compiling(mark)
 
     def list_and_wait() -> None:
         os.setpgid(0, 0)
@@ -90,7 +97,7 @@ def compile_in_processes(list_kernels: Callable[[], None], wanted: str, target: 
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
 
-    return Compiling(_fork(list_and_wait))
+    return Compiling(mark, _fork(list_and_wait))
 
 
 class _Processes(Executor):
@@ -168,14 +175,17 @@ def _live(parent: int, work: Callable[[], None]) -> NoReturn:
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         if os.getppid() == parent:
             gc.disable()
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
+            if not log.isEnabledFor(logging.DEBUG):
+                os.dup2(nowhere, 2)
             work()
             status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)

@@ -23,11 +23,11 @@ from tandem.attention.contract import AttentionBackend, Batch, KVCache
 from tandem.config import Resolved
 from tandem.kernels.step import advance, finish, spread
 from tandem.plan import StepPlan, StepResult
-from tandem.runner.batch import Layout, Packed, Packer
+from tandem.runner.batch import Packed, Packer
 from tandem.runner.clock import Timekeeper
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
-from tandem.runner.graphs import LISTED, GraphKey, Graphs, Lanes, is_uneven, longest_first
+from tandem.runner.graphs import LISTED, GraphKey, Graphs, Lanes, is_uneven, span_arrays
 from tandem.runner.outcome import Drawn, settle
 from tandem.runner.rows import DeviceRows
 from tandem.runner.slots import Slot
@@ -137,9 +137,9 @@ class CudaRunner:
         arrays: dict[str, np.ndarray] = {}
         layout, copies = packed.layout, packed.plan.block_copies
         if packed.places_C:
-            arrays["growth"] = np.array((packed.places_C, packed.blocks_C), dtype=np.int32)
             if layout is None and not copies:
-                return {"growth": slot.post(arrays["growth"])}
+                return {"growth": slot.post(packed.places_C, packed.blocks_C)}
+            arrays["growth"] = np.array((packed.places_C, packed.blocks_C), dtype=np.int32)
         if copies:
             arrays["copies"] = np.array(copies, dtype=np.int64)
         if layout is not None:
@@ -149,7 +149,7 @@ class CudaRunner:
                 self._is_uneven = is_uneven(layout.lengths_S)
                 arrays |= Lanes.arrays(self._size_of(packed), layout.rows_S, layout.starts_S, numbers)
             else:
-                arrays |= _span_arrays(layout, numbers)
+                arrays |= span_arrays(layout, numbers)
         return slot.send(arrays) if arrays else {}
 
     def _size_of(self, packed: Packed) -> int:
@@ -282,7 +282,7 @@ class CudaRunner:
         assert layout is not None
         self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
         numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)
-        sent = slot.send(_span_arrays(layout, numbers))
+        sent = slot.send(span_arrays(layout, numbers))
         self._streams.wait("compute", slot.moments.ready)
         return sent
 
@@ -337,25 +337,6 @@ class CudaRunner:
             "graph_padding_rows": self._num_lanes_padded,
             "out_of_memory": self._num_failed,
         }
-
-
-def _span_arrays(layout: Layout, numbers: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
-    """What to send of a step with prompts in it."""
-    arrays = {
-        "ids": layout.ids_T,
-        "positions": layout.positions_T,
-        "rows_T": layout.rows_T,
-        "rows_S": layout.rows_S,
-        "sampled": layout.sampled_R,
-        "rows_R": layout.rows_R,
-        "lengths": layout.lengths_S,
-        "query_starts": layout.query_starts_S1,
-        "order": longest_first(layout.lengths_S[: layout.num_single]),
-    }
-    if numbers is not None:
-        arrays |= numbers
-        arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
-    return arrays
 
 
 def _windows(spec: Any) -> tuple[int | None, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.attention.contract import Batch
+from tandem.runner.batch import Layout
 from tandem.runner.device_sampling import NUMBERS
 from tandem.runner.streams import Streams
 
@@ -48,6 +49,25 @@ def longest_first(lengths_S: np.ndarray) -> np.ndarray:
 def is_uneven(lengths_S: np.ndarray) -> bool:
     """The longest of these is much longer than their mean; while all of them grow, that wears off."""
     return len(lengths_S) > 0 and float(lengths_S.max()) > UNEVEN * float(lengths_S.mean())
+
+
+def span_arrays(layout: Layout, numbers: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    """What to send of a step with prompts in it."""
+    arrays = {
+        "ids": layout.ids_T,
+        "positions": layout.positions_T,
+        "rows_T": layout.rows_T,
+        "rows_S": layout.rows_S,
+        "sampled": layout.sampled_R,
+        "rows_R": layout.rows_R,
+        "lengths": layout.lengths_S,
+        "query_starts": layout.query_starts_S1,
+        "order": longest_first(layout.lengths_S[: layout.num_single]),
+    }
+    if numbers is not None:
+        arrays |= numbers
+        arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
+    return arrays
 
 
 class GraphKey(NamedTuple):

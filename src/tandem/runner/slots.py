@@ -4,7 +4,7 @@ host pages (pinned)  ──in──►  staging (device)      compute reads it  
 all of it belongs to one slot, and is written again only after the slot's ticket was collected
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,7 @@ class Slot:
     _pages: dict[np.dtype[Any], np.ndarray] = field(init=False)
     _staging: Tensor = field(init=False)
     _views: dict[np.dtype[Any], Tensor] = field(init=False)
-    _posts: dict[np.dtype[Any], Tensor] = field(init=False)
+    _posts: dict[tuple[int, int], Tensor] = field(init=False)
     _count: int = 0
     _homes: tuple[Tensor, Tensor] = field(init=False)
 
@@ -70,7 +70,7 @@ class Slot:
         pages = self._pinned.numpy()
         self._pages = {kind: pages.view(kind) for kind in _DTYPES}
         self._views = {kind: self._staging.view(dtype) for kind, dtype in _DTYPES.items()}
-        self._posts = {kind: self._pinned.view(dtype) for kind, dtype in _DTYPES.items()}
+        self._posts = {}
         # The allocator may hand out what the compute stream has just given back; the in stream must not be early.
         ordered = self.streams.event()
         self.streams.record(ordered, "compute")
@@ -98,17 +98,26 @@ class Slot:
         self.moments.sent = True
         return views
 
-    def post(self, array: np.ndarray) -> Tensor:
-        """Leave a few bytes in pinned memory for a kernel that reads them there, until the slot's ticket is collected.
+    def post(self, *rows: Sequence[int]) -> Tensor:
+        """Leave equally long rows as int32 in pinned memory, for a kernel that reads them there: [rows, C].
+
+        They stay until the slot's ticket is collected.
 
         For little that is needed late: a copy, the event behind it and the wait for that cost the host more than
         the kernel's way over the bus. Not beside ``send`` in one step: they share the pages.
         """
         assert self.busy and not self.moments.sent, "memory of a slot is written that a step or a copy owns"
-        if array.nbytes > self.staging_bytes:
-            self._allocate(max(array.nbytes, 2 * self.staging_bytes))
-        self._pages[array.dtype][: array.size] = array.reshape(-1)
-        return self._posts[array.dtype][: array.size].view(array.shape)
+        count, num_bytes = len(rows[0]), 4 * len(rows) * len(rows[0])
+        if num_bytes > self.staging_bytes:
+            self._allocate(max(num_bytes, 2 * self.staging_bytes))
+        page = self._pages[_INT32]
+        for place, row in enumerate(rows):
+            page[place * count : (place + 1) * count] = row
+        view = self._posts.get((len(rows), count))
+        if view is None:  # making one costs as much as all the rest
+            view = self._pinned.view(torch.int32)[: len(rows) * count].view(len(rows), count)
+            self._posts[len(rows), count] = view
+        return view
 
     def fetch(self, count: int, drawn: Drawn) -> None:
         """Start the first count tokens and all log-probabilities on their way home, behind ``computed``."""
@@ -155,6 +164,7 @@ def _tensors(rows: LogprobRows) -> tuple[Tensor, ...]:
     return rows.tokens_R, rows.chosen_R, rows.ranks_R, rows.top_ids_RK, rows.top_RK
 
 
+_INT32 = np.dtype(np.int32)
 _DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,

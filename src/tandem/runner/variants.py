@@ -9,7 +9,7 @@ compile, each kernel that list_kernels() comes across is asked for once:
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,8 +25,8 @@ from tandem.models.spec import ModelSpec
 from tandem.plan import Arrival, Span, StepPlan
 from tandem.request import SamplingParams
 from tandem.runner.cuda import CudaRunner
-from tandem.runner.device_sampling import GREEDY, PLAIN
-from tandem.runner.streams import EagerStreams
+from tandem.runner.device_sampling import GREEDY, NUMBERS, PLAIN, DeviceSampling
+from tandem.runner.streams import EagerStreams, Streams
 
 log = logging.getLogger("tandem.runner")
 
@@ -46,7 +46,7 @@ COMPILED_FOR = (
 def start_compiling(spec: ModelSpec, settings: Settings, num_tokens: int | None = None) -> Compiling:
     """Have the kernels compiled by processes of their own. Settings are resolved; CUDA is not initialised yet."""
     if settings.attention not in OURS:
-        return Compiling(None, False)
+        return Compiling()
     wanted = repr((spec, [getattr(settings, name) for name in COMPILED_FOR], num_tokens))
     return compile_in_processes(lambda: list_kernels(spec, settings, num_tokens), wanted)
 
@@ -85,6 +85,10 @@ def list_kernels(spec: ModelSpec, settings: Settings, num_tokens: int | None = N
             runner.submit(_prompts(0, lengths, params))
     runner = _runner(model, backend, settings, dtype, num_tokens)
     runner.list_decodes((GREEDY, PLAIN))
+    numbers = {name: torch.empty(num_rows, dtype=kind, device=place) for name, kind in NUMBERS.items()}
+    logits_RV = torch.empty((num_rows, spec.num_logits), dtype=torch.float32, device=place)  # of the general way
+    sampling = DeviceSampling(1, spec.num_logits, place, 0, num_tokens)
+    sampling.choose(logits_RV, numbers, torch.empty(num_rows, dtype=torch.int64, device=place))
     if runner.depth > 1 and num_rows > 1:
         runner.submit(_prompts(0, [1], WAYS[0]))
         runner.submit(_prompts(1, [min(40, longest, most - 1)], WAYS[0], decode=True))
@@ -102,9 +106,9 @@ def _runner(
 ) -> CudaRunner:
     spec, place = model.spec, torch.device("meta")
     cache = KVCache.allocate(spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, place)
-    num_rows = settings.max_num_seqs or 1
+    num_rows, streams = settings.max_num_seqs or 1, cast(Streams, EagerStreams(place))
     return CudaRunner(
-        model, cache, backend, EagerStreams(place), num_rows=num_rows,
+        model, cache, backend, streams, num_rows=num_rows,
         max_length=settings.max_model_len or spec.max_length, max_tokens=settings.max_batch_tokens or num_rows,
         depth=settings.depth, uses_graphs=settings.cuda_graphs, num_tokens=num_tokens,
     )  # fmt: skip
