@@ -1,4 +1,4 @@
-"""Compiling in processes: the cache has what a launch would look for, nothing outlives anybody, failures cost time alone."""
+"""Compiling in processes: the cache has what a launch would look for, nothing outlives it, failures cost time alone."""
 
 import os
 import subprocess
@@ -27,7 +27,8 @@ def list_kernels():
         time.sleep(60)
     with torch.inference_mode():
         for count in (1, 3, 16):  # not specialised
-            grow(torch.empty((2, count), dtype=torch.int32, device="meta"), torch.empty(8, dtype=torch.int32, device="meta"))
+            pairs, tables = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((2, count), (8,)))
+            grow(pairs, tables)
 
 def entries():
     home = os.environ["TRITON_CACHE_DIR"]
