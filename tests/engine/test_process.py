@@ -66,12 +66,12 @@ def test_everything_survives_the_wire() -> None:
         temperature=0.5, stop=("a", "b"), stop_token_ids=(5,), logit_bias=((3, 1.5),), seed=-(2**63), logprobs=2,
         constraint=Constraint("regex", "a+"),
     )  # fmt: skip
-    request = Request("r", range(3), params, frozenset({1}), 2, "salt", "q", 1.5, 7)
+    request = Request("r", range(3), params, frozenset({1}), 2, "salt", "q", 1.5, "c", "b")
     for mail in (Add(request), Abort("r"), Call(3, "reload", "x"), Close()):
         back = wire.decode_mail(wire.encode_mail(mail))
         if isinstance(mail, Add):
             assert back.request.params == params and list(back.request.prompt) == [0, 1, 2]
-            assert back.request.turn == 7
+            assert (back.request.client, back.request.bundle) == ("c", "b")
             assert list(back.request.eos) == [1] and back.request.fork_of == "q" and back.request.salt == "salt"
         else:
             assert back == mail

@@ -253,7 +253,7 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "x"}
         ({"instructions": "x", "input": [*HI, {"role": "boss", "content": "x"}]}, "input", "input[1] has the role"),
         ({"instructions": "x", "input": [{"type": "reasoning", "summary": []}, {"role": "user", "content": 5}]},
          "input", "input[1] has a content"),
-        ({"input": [*HI, {**CALL_ITEM, "arguments": "{"}]}, "input", "input[1] has a tool call whose arguments"),
+        ({"input": [*HI, {**CALL_ITEM, "arguments": 5}]}, "input", "input[1]"),
         ({"input": [*HI, {**CALL_ITEM, "call_id": "", "arguments": "{}"}]}, "input", "input[1].tool_calls[0].id"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input", "reasoning alone"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema is missing"),

@@ -101,8 +101,8 @@ def _imports(name: str) -> bool:
 #     own wait when it let them start: attention behind rope (lengths, block tables, order of spans), the end of a
 #     step behind sample (hidden states). So rope and sample stay in 2;
 #   - where rope lets attention start early (reads_ahead), what was written before the first norm of the step: that one
-#     is in mode 2, and none behind it writes lengths, tables, or keys and values that a span of one token reads, but its
-#     own: blocks are shared once an earlier step has computed them (Ledger.learn, and fork behind the prompt's step).
+#     is in mode 2, and none behind it writes lengths, tables, or keys and values that a span of one token reads, but
+#     its own: blocks are shared once an earlier step has computed them (Ledger.learn; fork behind the prompt's step).
 # A program must not return ahead of its wait, and a kernel that lets its successor start must wait itself.
 DEPENDENT = {
     "norm": 1, "first norm": 2, "activation": 2, "rope": 2, "early rope": 1, "attention": 1, "stream": 1, "linear": 2,

@@ -44,7 +44,9 @@ class Decoder(nn.Module):
         self.invariant = getattr(scheme, "invariant", False)
         self.head = scheme.create_head(spec.hidden_size, spec.num_logits, dtype, device)
         if self.head is None:
-            head_VE = self.embedding_VE if spec.tied else nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False)
+            head_VE = self.embedding_VE
+            if not spec.tied:
+                head_VE = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
             self.head_VE = head_VE
 
     def forward(self, batch: Batch, cache: KVCache, backend: AttentionBackend) -> Tensor:
