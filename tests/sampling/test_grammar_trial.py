@@ -60,10 +60,10 @@ class Driven:
         self.ours.send((what, number, *rest))
         self.turn()
 
-    def ask(self, text: str, **limits) -> int:
+    def ask(self, text: str, client: str = "", **limits) -> int:
         number = len(self.asked) + 1
         self.asked[number] = text
-        self.order(number, "try", 0, "regex", text, GrammarLimits(**limits))
+        self.order(number, "try", 0, "regex", text, GrammarLimits(**limits), client)
         return number
 
     def forget(self, number: int) -> None:
@@ -109,7 +109,7 @@ def driven(monkeypatch):
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.integers(0, 30)),
+        st.tuples(st.just("ask"), st.integers(0, 30), st.sampled_from("abc")),
         st.tuples(st.just("forget"), st.integers(1, 60)),
         st.tuples(st.just("say"), st.integers(0, len(SLICES_S) - 1), st.sampled_from(OUTCOMES)),
         st.tuples(st.just("wait"), st.integers(0, len(SLICES_S) - 1)),
@@ -126,7 +126,7 @@ def test_everybody_is_told_once_whatever_comes_of_it(actions):
         driven = Driven()
         for what, *rest in actions:
             if what == "ask":
-                driven.ask(f"text {rest[0]}", max_line=8)
+                driven.ask(f"text {rest[0]}", rest[1], max_line=8)
             elif what == "forget":
                 driven.forget(rest[0])
             elif rest[0] in driven.at_work():
@@ -193,13 +193,13 @@ def test_one_limit_of_time_holds_in_each_lane(driven):
 
 
 def test_each_line_has_its_bound(driven):
-    asked = [driven.ask(f"long {number}", max_line=3) for number in range(5)]
+    asked = [driven.ask(f"long {number}", str(number), max_line=3) for number in range(5)]
     what, why = driven.heard[asked[4]]
     assert what == "overloaded" and "3 new grammars are in line before this one; the limit is 3" in why
     assert driven.heard.keys() == {asked[4]}
     for _ in range(MAX_HEAVY[1] + 2):  # one of them is at work
         driven.say(0, "overdue")
-        driven.ask(f"long {len(driven.asked)}", max_line=3)
+        driven.ask(f"long {len(driven.asked)}", str(len(driven.asked)), max_line=3)
     whys = {why for _, why in driven.heard.values()}
     limit = MAX_HEAVY[1]
     assert any(f"{limit} grammars that take long to compile are in line before this one" in why for why in whys)
@@ -212,7 +212,25 @@ def test_children_that_have_not_read_a_tokenizer_are_not_asked(driven):
     driven.ask("busy")
     driven.order(99, "tokenizer", 1, TOKENIZER_JSON, NUM_LOGITS, (EOS,))
     assert driven.heard.pop(99) is None and not old.is_ended
-    driven.order(98, "try", 1, "regex", "second", GrammarLimits())
+    driven.order(98, "try", 1, "regex", "second", GrammarLimits(), "")
     driven.say(0, "fits")
     assert driven.at_work() == {0: "second"}
     assert driven.trials._lanes[0].child is not old and old.is_ended
+
+
+def test_clients_take_turns_in_line(driven):
+    for number in range(4):
+        driven.ask(f"a{number}", "a")
+    driven.ask("b0", "b")
+    driven.ask("c0", "c")
+    driven.ask("b1", "b")
+    assert [driven.say(0, "fits") for _ in range(7)] == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+
+def test_nobody_may_fill_a_line(driven):
+    driven.ask("at work", "a", max_line=8)
+    many = [driven.ask(f"a{number}", "a", max_line=8) for number in range(8)]
+    assert [number for number in many if number in driven.heard] == many[6:], "a quarter is for those who have little"
+    assert driven.heard[many[6]][0] == "overloaded" and "6 new grammars" in driven.heard[many[6]][1]
+    others = [driven.ask(f"{client}0", client, max_line=8) for client in "bcd"]
+    assert [number for number in others if number in driven.heard] == others[2:], "the line is full"

@@ -75,7 +75,7 @@ class Built:
             raise RequestError("structured output needs a tokenizer; this model has none.", param="response_format")
         num_logits, eos_ids = self.runner.facts.num_logits, self.source.eos_ids
         limits = GrammarLimits(max_line=self.resolved.settings.max_new_grammars)
-        return compile_later(constraint, tokenizer_json, num_logits, eos_ids, limits)
+        return compile_later(constraint, tokenizer_json, num_logits, eos_ids, limits, request.client)
 
     def lines(self) -> list[str]:
         """The start banner."""

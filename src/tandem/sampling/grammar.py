@@ -34,6 +34,7 @@ def compile_later(
     num_logits: int,
     eos_ids: Collection[int],
     limits: GrammarLimits | None = None,
+    client: str = "",
 ) -> "Future[GrammarMask]":
     """Have a request's grammar compiled, and its first mask computed, in other processes. Returns at once.
 
@@ -41,6 +42,7 @@ def compile_later(
     choice       text is a JSON list of strings.                                  grammar  text is a Lark grammar.
     num_logits   rows of the output matrix: the width of the masks. Ids that pad it are never allowed.
     eos_ids      allowed where the grammar may end.
+    client       who asks: clients take turns in line.
 
     Whoever cancels the future leaves; what is then for nobody is ended. It raises RequestError, as this call may:
     malformed, not enforceable, impossible to fulfil, too large or too complex, too many before it (code "overloaded"),
@@ -53,7 +55,7 @@ def compile_later(
     if len(constraint.text) > limits.max_text_bytes:
         raise _refusal(constraint, f"it has {len(constraint.text)} characters; the limit is {limits.max_text_bytes}")
     answer: Future[GrammarMask] = Future()
-    _Compiling(answer, constraint, (tokenizer_json, num_logits, tuple(sorted(eos_ids))), limits)
+    _Compiling(answer, constraint, (tokenizer_json, num_logits, tuple(sorted(eos_ids))), limits, client)
     return answer
 
 
@@ -72,13 +74,14 @@ class _Compiling:
     """One grammar on its way: tried, then followed up to its first mask. Goes on with the news of the processes."""
 
     def __init__(
-        self, answer: "Future[GrammarMask]", constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits
-    ) -> None:
+        self, answer: "Future[GrammarMask]", constraint: Constraint, tokenizer: Tokenizer, limits: GrammarLimits,
+        client: str,
+    ) -> None:  # fmt: skip
         self._answers = [answer]  # none once it is given: an answer knows this through its callbacks, and its mask
         self._constraint, self._tokenizer, self._limits = constraint, tokenizer, limits
         process = _process("try")
         _process("follow").bring(tokenizer)  # both read it at once
-        trial = process.ask("try", process.bring(tokenizer), constraint.kind, constraint.text, limits)
+        trial = process.ask("try", process.bring(tokenizer), constraint.kind, constraint.text, limits, client)
         answer.add_done_callback(lambda answer: trial.cancel() if answer.cancelled() else None)
         trial.add_done_callback(self._tried)
 

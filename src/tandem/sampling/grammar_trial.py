@@ -5,9 +5,10 @@
          still at it └──► 0.5 s each ──► …
                              └──► compile_s each ──► …
 
-A cheap grammar waits for the first slices of those before it, and for nothing else. What has had a slice begins anew in
-the next lane: slices grow by so much that what is lost is a small part, and nothing half done holds memory. This one
-compiles nothing of a client's, so no grammar can end it; a child that is killed is forked anew within 5 ms.
+A cheap grammar waits for the first slices of those before it, and for nothing else; in each line clients take turns.
+What has had a slice begins anew in the next lane: slices grow by so much that what is lost is a small part, and nothing
+half done holds memory. This one compiles nothing of a client's, so no grammar can end it; a child that is killed is
+forked anew within 5 ms.
 
     parent ═ orders ═► here: (what, number, ...)      news ═► parent: (number, 0, verdict, None)
     verdict: ("fits", lane), ("refused", why), ("overloaded", why), ("unreadable", why the tokenizer is)
@@ -18,7 +19,7 @@ import hashlib
 import math
 import os
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from tandem.sampling.grammar_child import Child, GoneError, OverdueError, try_grammar
 from tandem.sampling.grammar_follow import Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
+from tandem.sampling.grammar_line import Line
 from tandem.sampling.grammar_text import HINT, SIMPLER, UnfitError
 from tandem.sampling.grammar_worker import step_back
 
@@ -40,9 +42,10 @@ Verdict = tuple[str, Any]
 
 @dataclass(slots=True, eq=False)
 class _Trial:
-    """numbers: who waits for it. lane: where it is in line, or at work."""
+    """numbers: who waits for it. client: who asked for it first. lane: where it is in line, or at work."""
 
     name: bytes
+    client: str
     what: tuple[int, str, str, GrammarLimits]
     lane: "_Lane"
     numbers: set[int] = field(default_factory=set)
@@ -60,7 +63,7 @@ class _Lane:
     """
 
     index: int
-    line: deque[_Trial] = field(default_factory=deque)
+    line: Line[_Trial] = field(default_factory=Line)
     trial: _Trial | None = None
     child: Child | None = None
     num_known: int = 0
@@ -125,7 +128,7 @@ class Trials:
         self._num_tokenizers += 1
         self._connection.send((number, 0, None, reason))
 
-    def _on_try(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits) -> None:
+    def _on_try(self, number: int, key: int, kind: str, text: str, limits: GrammarLimits, client: str) -> None:
         name = _digest(key, kind, text, limits)
         verdict = ("unreadable", self._unreadable[key]) if key in self._unreadable else self._known(name)
         if verdict is not None:
@@ -133,7 +136,7 @@ class Trials:
             return
         trial = self._trials.get(name)
         if trial is None:
-            trial = _Trial(name, (key, kind, text, limits), self._lanes[self._heavy.get(name, 0)])
+            trial = _Trial(name, client, (key, kind, text, limits), self._lanes[self._heavy.get(name, 0)])
             refusal = self._queue(trial)
             if refusal is not None:
                 self._tell(number, refusal)
@@ -171,10 +174,13 @@ class Trials:
     def _queue(self, trial: _Trial) -> Verdict | None:
         """Put it at the end of its lane's line; why not, if that is full."""
         line, index = trial.lane.line, trial.lane.index
-        limit = MAX_HEAVY[index] or trial.limits.max_line
+        limit = line.limit_of(trial.client, MAX_HEAVY[index] or trial.limits.max_line)
         if len(line) >= limit:
             which = "grammars that take long to compile" if index else "new grammars"
-            return "overloaded", f"{len(line)} {which} are in line before this one; the limit is {limit}"
+            return (
+                "overloaded",
+                f"{len(line)} {which} are in line before this one; the limit is {limit} for this client",
+            )
         line.append(trial)
         return None
 
@@ -259,6 +265,7 @@ class Trials:
         assert len(placed) == len(set(placed)) and set(placed) == set(self._trials.values())
         assert all(trial.name == name for name, trial in self._trials.items())
         for lane in self._lanes:
+            lane.line.check()
             assert all(trial.lane is lane for trial in lane.line), "in the line of another lane"
             assert lane.trial is None or (lane.trial.lane is lane and lane.child is not None)
             assert lane.trial is not None or not lane.line, "a lane rests while somebody waits"
