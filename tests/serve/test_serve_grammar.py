@@ -243,7 +243,8 @@ def test_new_grammars_beyond_the_line_are_refused_at_once_and_known_ones_are_not
         assert late, "16 at once, one at work and one in line"
         for answer in late:
             assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "overloaded"
-        assert any("the limit is 1 for this client.\nhint: try again" in answer.json()["error"]["message"] for answer in late)
+        messages = [answer.json()["error"]["message"] for answer in late]
+        assert any("the limit is 1 for this client.\nhint: try again" in message for message in messages)
         served.at_rest(5)
 
 
