@@ -15,6 +15,7 @@ from tandem.runner.cuda import CudaRunner
 from tandem.runner.device_sampling import GREEDY
 from tandem.runner.streams import CudaStreams, EagerStreams
 
+pytest.importorskip("triton")
 NUM_BLOCKS, BLOCK_SIZE = 600, 16
 
 

@@ -70,7 +70,8 @@ def test_c26_compile_time_is_bounded(begin):
     time.sleep(0.2)
     assert accepts(begin("beside").result(10), "beside")
     assert not burning.done() and len(children()) >= 2
-    with pytest.raises(RequestError, match=r"longer than 0\.7 s of processor time.*\n.*simpler"):
+    over = r"longer than 0\.7 s of processor time.*\n.*simpler|could not be compiled in time"  # on a busy machine
+    with pytest.raises(RequestError, match=over):
         burning.result(20)
     assert accepts(begin("behind").result(10), "behind")
     began_s = time.perf_counter()
