@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.sampling import grammar_trial
-from tandem.sampling.grammar_child import GoneError, OverdueError
+from tandem.sampling.grammar_child import GoneError, KilledError, OverdueError
 from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_trial import MAX_HEAVY, SLICES_S, Trials
 
-OUTCOMES = ("fits", "unfit", "overdue", "gone")
+ENDS = {"overdue": OverdueError, "gone": GoneError, "killed": KilledError}
+OUTCOMES = ("fits", "unfit", *ENDS)
 
 
 class FakeChild:
@@ -32,9 +33,9 @@ class FakeChild:
 
     def result(self):
         outcome = self.connection.recv()
-        if outcome in ("overdue", "gone"):
+        if outcome in ENDS:
             self.end()
-            raise OverdueError if outcome == "overdue" else GoneError
+            raise ENDS[outcome]
         return None if outcome == "fits" else "it is unfit"
 
     def end(self) -> None:
@@ -234,3 +235,12 @@ def test_nobody_may_fill_a_line(driven):
     assert driven.heard[many[6]][0] == "overloaded" and "6 new grammars" in driven.heard[many[6]][1]
     others = [driven.ask(f"{client}0", client, max_line=8) for client in "bcd"]
     assert [number for number in others if number in driven.heard] == others[2:], "the line is full"
+
+
+def test_a_child_that_was_killed_is_nobodys_fault(driven):
+    number = driven.ask("honest")
+    driven.say(0, "killed")
+    assert driven.heard[number] == ("overloaded", "the process that compiled it was killed")
+    again = driven.ask("honest")
+    driven.say(0, "fits")
+    assert driven.heard[again] == ("fits", 0), "nothing is remembered of it"

@@ -29,6 +29,10 @@ class GoneError(Exception):
     """The process has ended of what it did: it took more memory than it may."""
 
 
+class KilledError(Exception):
+    """Somebody else has ended the process: the system, for want of memory, or an operator."""
+
+
 class Child:
     """limit_bytes: memory that it may take for data. niceness: how much further it steps back.
 
@@ -50,11 +54,12 @@ class Child:
         self.connection.send((tokenizer, kind, text, limits, slice_s))
 
     def result(self) -> str | None:
-        """Why the grammar is refused; None: it fits. Raises OverdueError or GoneError, and then it has ended."""
+        """Why the grammar is refused; None: it fits. Raises Overdue-, Gone- or KilledError; it has ended then."""
         try:
             reason: str | None = self.connection.recv()
         except (EOFError, OSError):
-            raise OverdueError if self.end() == -signal.SIGPROF else GoneError from None
+            how = {-signal.SIGPROF: OverdueError, -signal.SIGKILL: KilledError}
+            raise how.get(self.end(), GoneError) from None
         return reason
 
     def end(self) -> int:

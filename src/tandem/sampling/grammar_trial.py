@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tandem.sampling.grammar_child import Child, GoneError, OverdueError, try_grammar
+from tandem.sampling.grammar_child import Child, GoneError, KilledError, OverdueError, try_grammar
 from tandem.sampling.grammar_follow import Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_line import Line
@@ -215,6 +215,10 @@ class Trials:
         except OverdueError:
             lane.child = None
             self._go_on(trial)
+            return
+        except KilledError:
+            lane.child = None
+            self._end(trial, ("overloaded", "the process that compiled it was killed"))
             return
         except GoneError:
             lane.child = None
