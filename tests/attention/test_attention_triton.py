@@ -1,12 +1,10 @@
 """Triton attention through the contract against float64: mixed batches, scattered tables, poisoned slots."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from sm90 import ptx_of
 
 from tandem.attention.contract import AttentionShape, Batch
 from tandem.attention.triton import TritonAttention
@@ -218,39 +216,19 @@ def test_the_cache_is_read_ahead_where_that_was_faster():
     assert one_tile == [(1, 512), (1, 2048), (2, 512), (4, 512)]
 
 
-COMPILE = """
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-from tandem.kernels import attention_decode, launch
-
-class Absent:
-    get_current_device = get_current_stream = lambda self, device=None: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-
-driver.set_active(Absent())
-run = JITFunction.run
-made = []
-def compile_only(self, *args, grid, warmup, **fixed):
-    made.append(run(self, *args, grid=grid, warmup=True, **fixed))
-JITFunction.run = compile_only
-launch.FAST, launch.has_dependent_launch = False, lambda device: True
+AHEAD = """
+from tandem.kernels import attention_decode
 queries, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 8, 64), (9, 16, 2, 64)))
 table, length = torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
 attention_decode.decode_attention(
     queries, cache, cache, table, length, queries, attention_decode.Scratch(queries.device), 1.0, 1, num_warps=4,
     num_stages=1, ahead=True,
 )
-print(made[0].asm["ptx"])
 """
 
 
 def test_a_tile_is_asked_for_before_the_wait_and_the_steps_own_token_after():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    before, after = done.stdout.split("griddepcontrol.wait")
+    before, after = ptx_of(AHEAD).split("griddepcontrol.wait")
     wide, past_l1 = r"ld\.global\.v4", r"ld\.global\.cg"
     assert len(re.findall(wide, before)) == 16 and not re.findall(past_l1, before), "64 tokens of keys and values"
     assert re.findall(past_l1, after), "the token that the kernel before has written"

@@ -1,15 +1,13 @@
 """Small-batch products against float64; the batch-invariant form bit by bit; choices of tiles."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sm90 import ptx_of
 
 from tandem.kernels import linear as choice
 from tandem.kernels.launch import has_streams
@@ -144,40 +142,20 @@ def test_parts_of_few_and_of_many_tokens_are_the_same(groups, parts, tokens):
     assert few == many, "stream of linear_stream.py cuts as invariant_linear of linear_triton.py does"
 
 
-COMPILE = """
-import sys, torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-from tandem.kernels import launch
-
-class Absent:
-    get_current_device = get_current_stream = lambda self, device=None: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-
-driver.set_active(Absent())
-run = JITFunction.run
-made = []
-def compile_only(self, *args, grid, warmup, **fixed):
-    made.append(run(self, *args, grid=grid, warmup=True, **fixed))
-JITFunction.run = compile_only
-launch.FAST, launch.has_dependent_launch = False, lambda device: True
+GATED = """
 from tandem.kernels.linear_stream import stream
 x, weight = torch.empty(3, 1024, dtype=torch.bfloat16), torch.empty(256, 1024, dtype=torch.bfloat16)
 stream(x, weight, None, tokens=8, rows=64, step=256, num_stages=3, activation="silu")
-print(made[0].asm["ptx"])
 """
 
 
 def test_weights_are_asked_for_before_the_wait_and_tokens_after():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    before, after = done.stdout.split("griddepcontrol.wait")
+    ptx = ptx_of(GATED)
+    before, after = ptx.split("griddepcontrol.wait")
     weights, tokens = "cp.async.bulk.tensor.5d", "cp.async.bulk.tensor.4d"
     assert before.count(weights) == 3 and tokens not in before
     assert after.count(tokens) == 4 and after.count(weights) == 1, "all stages once, then again in the loop"
-    assert "ld.local" not in done.stdout and "wgmma.mma_async" in after
+    assert "ld.local" not in ptx and "wgmma.mma_async" in after
 
 
 def assert_streamed(tokens, rows, size, tiles):

@@ -43,6 +43,12 @@ def scores(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.con
 
 
 @triton.jit
+def nothing_yet(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(acc, running maximum, running sum) before the first tile."""
+    return tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], NOTHING, tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
 def take_tile(acc, top, total, score, value, UPCAST: tl.constexpr):
     """Fold one tile's scores [M, N] and values [N, D] into (acc, running maximum, running sum)."""
     new_top = tl.maximum(top, tl.max(score, axis=1))
@@ -177,6 +183,25 @@ def _attend_tile(
 
 
 @triton.jit
+def _attend_tiles(
+    acc, top, total, query, keys_ptr, values_ptr, table_ptr, start, end, length, oldest, scale, softcap, block_stride,
+    position_stride, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Load the tiles start, start + TILE, … one after the other, and fold them in."""
+    lanes = tl.arange(0, TILE)
+    for tile in range(start, end, TILE):
+        columns = tile + lanes
+        key, value = _load_tile(
+            keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
+        )
+        acc, top, total = _attend_tile(
+            acc, top, total, query, key, value, columns, end, oldest, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
+        )
+    return acc, top, total
+
+
+@triton.jit
 def _write(acc, total, out_ptr, row_mask, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """The result of the only part. A padding row (length 0) has total 0 and gets zeros."""
     rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -199,7 +224,7 @@ def _decode_kernel(
     if HAS_ORDER:
         span = tl.load(order_ptr + span).to(tl.int32)
     length = tl.load(lengths_ptr + span)
-    rows, inner, lanes = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     first = tl.maximum(length - window, 0) // TILE * TILE if HAS_WINDOW else 0
     start, end, num_shares = first, length, 1
     if HAS_SPLITS:
@@ -210,7 +235,7 @@ def _decode_kernel(
     keys_ptr += head * D
     values_ptr += head * D
     if AHEAD:  # so are all keys and values but the newest token's
-        newest, columns = _offset(table_ptr, length - 1, block_stride, position_stride, P), start + lanes
+        newest, columns = _offset(table_ptr, length - 1, block_stride, position_stride, P), start + tl.arange(0, TILE)
         key, value = _load_tile(
             keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
         )
@@ -221,9 +246,7 @@ def _decode_kernel(
     row_mask = (rows < G)[:, None] & (inner < D)[None, :]
     row_offsets = (head * G + rows)[:, None] * D + inner[None, :]
     query = tl.load(queries_ptr + span.to(tl.int64) * query_stride + row_offsets, row_mask, other=0.0)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top = tl.full([ROWS], NOTHING, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    acc, top, total = nothing_yet(ROWS, WIDTH)
     oldest = length - window
     if AHEAD:
         key, value = _put_newest(key, value, keys_ptr + newest, values_ptr + newest, columns, length, D, WIDTH)
@@ -232,14 +255,10 @@ def _decode_kernel(
         )
         total, acc = tl.where(length > 0, total, 0.0), tl.where(length > 0, acc, 0.0)
         start += TILE
-    for tile in range(start, end, TILE):
-        columns = tile + lanes
-        key, value = _load_tile(
-            keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
-        )
-        acc, top, total = _attend_tile(
-            acc, top, total, query, key, value, columns, end, oldest, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
-        )
+    acc, top, total = _attend_tiles(
+        acc, top, total, query, keys_ptr, values_ptr, table_ptr, start, end, length, oldest, scale, softcap,
+        block_stride, position_stride, D, WIDTH, P, TILE, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+    )  # fmt: skip
     if PDL == 2:
         gdc_launch_dependents()
     out_ptr += span.to(tl.int64) * (K * G * D) + head * (G * D)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, scores, take_tile
+from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, nothing_yet, scores, take_tile
 from tandem.kernels.launch import interpreted, next_power_of_2, options, start
 
 
@@ -110,11 +110,11 @@ def _in_chunks(
     """Batch-invariant: each chunk of CHUNK positions from zero, folded in in order, as merging them alone would."""
     for chunk in range(start // CHUNK, tl.cdiv(end, CHUNK)):
         low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
-        part, part_top = tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], NOTHING, tl.float32)
+        part, part_top, part_total = nothing_yet(ROWS, WIDTH)
         part, part_top, part_total = _tiles(
-            part, part_top, tl.zeros([ROWS], tl.float32), query, positions, keys, values, table_ptr, head, low,
-            high, length, window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, True,
-            HAS_WINDOW, HAS_SOFTCAP, UPCAST, DESCRIPTORS, False,
+            part, part_top, part_total, query, positions, keys, values, table_ptr, head, low, high, length, window,
+            scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            DESCRIPTORS, False,
         )  # fmt: skip
         acc, top, total = merge(acc, top, total, part, part_top, part_total)
     return acc, top, total
@@ -152,9 +152,8 @@ def _prefill_kernel(
     queries_ptr, keys, values, tables_ptr, lengths_ptr, starts_ptr, out_ptr, partial_ptr, marks_ptr,
     scale, softcap, window, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, SPECIALISE: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, SPECIALISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # CHUNK 0: one pass. CHUNK > 0, batch-invariant: ALONE computes one chunk a program (decode), else all in turn.
     span, head = tl.program_id(2), tl.program_id(1)
@@ -183,9 +182,7 @@ def _prefill_kernel(
     start, end = 0, tl.minimum(first_position + per_tile, length)
     if HAS_WINDOW:
         start = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top = tl.full([ROWS], NOTHING, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    acc, top, total = nothing_yet(ROWS, WIDTH)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     if ALONE:
         _one_chunk(
@@ -227,9 +224,7 @@ def _merge_kernel(
     length = tl.load(lengths_ptr + span)
     rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     row_mask = (rows < G)[:, None] & (inner < D)[None, :]
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top = tl.full([ROWS], NOTHING, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    acc, top, total = nothing_yet(ROWS, WIDTH)
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(length - window, 0) // TILE * TILE

@@ -58,6 +58,17 @@ def _request_weights(weights, barrier, tiles, first_row, column, GATED: gl.const
 
 
 @gluon.jit
+def _request_stage(
+    weights, barriers, tiles, slot, first_row, column, STAGE_BYTES: gl.constexpr, GATED: gl.constexpr
+):  # fmt: skip
+    """Ask for a stage's weights; its barrier, which expects its tokens, too."""
+    barrier = barriers.index(slot)
+    mbarrier.expect(barrier, STAGE_BYTES)
+    _request_weights(weights, barrier, tiles.index(slot), first_row, column, GATED)
+    return barrier
+
+
+@gluon.jit
 def _request_tokens(x, barrier, tiles, first_token, column):
     tma.async_copy_global_to_shared(x, [column // 64, 0, first_token, 0], barrier, tiles)
 
@@ -135,9 +146,7 @@ def _stream_kernel(
         mbarrier.init(barriers.index(stage), count=1)
     fence_async_shared()
     for stage in gl.static_range(STAGES):
-        barrier = barriers.index(stage)
-        mbarrier.expect(barrier, STAGE_BYTES)
-        _request_weights(weights, barrier, weight_tiles.index(stage), first_row, begin + stage * STEP, GATED)
+        _request_stage(weights, barriers, weight_tiles, stage, first_row, begin + stage * STEP, STAGE_BYTES, GATED)
     if PDL == 1:
         _let_successor_start()
     if PDL > 0:
@@ -161,9 +170,7 @@ def _stream_kernel(
             column = begin + (done + STAGES) * STEP
             if (done >= 0) & (column < end):
                 slot = done % STAGES
-                barrier = barriers.index(slot)
-                mbarrier.expect(barrier, STAGE_BYTES)
-                _request_weights(weights, barrier, weight_tiles.index(slot), first_row, column, GATED)
+                barrier = _request_stage(weights, barriers, weight_tiles, slot, first_row, column, STAGE_BYTES, GATED)
                 _request_tokens(x, barrier, token_tiles.index(slot), first_token, column)
         acc = warpgroup_mma_wait(0, deps=(acc,))
     if PDL == 2:
