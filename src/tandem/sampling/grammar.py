@@ -20,7 +20,7 @@ from typing import Any
 from tandem.errors import GrammarError, RequestError
 from tandem.request import Constraint
 from tandem.sampling.grammar_limits import GrammarLimits
-from tandem.sampling.grammar_process import GrammarProcess, Tokenizer
+from tandem.sampling.grammar_process import LOOK_S, MAX_SILENT_LOOKS, GrammarProcess, Tokenizer
 from tandem.sampling.grammar_text import HINT
 
 __all__ = ["GrammarLimits", "GrammarMask", "compile_constraint", "compile_later", "hold", "release", "statistics"]
@@ -83,13 +83,13 @@ class _Compiling:
         _process("follow").bring(tokenizer)  # both read it at once
         trial = process.ask("try", process.bring(tokenizer), constraint.kind, constraint.text, limits, client)
         answer.add_done_callback(lambda answer: trial.cancel() if answer.cancelled() else None)
-        trial.add_done_callback(self._tried)
+        trial.add_done_callback(lambda trial: self._tried(process, trial))
 
-    def _tried(self, trial: "Future[tuple[Any, str | None]]") -> None:
+    def _tried(self, process: GrammarProcess, trial: "Future[tuple[Any, str | None]]") -> None:
         if trial.cancelled():
             return
         if trial.exception() is not None:
-            self._fail(_lost("compiles"))
+            self._fail(_lost(process, "compiles"))
             return
         (verdict, value), _ = trial.result()
         if verdict == "fits":
@@ -143,7 +143,7 @@ class GrammarMask:
         """
         news = self._news
         if news.is_lost:
-            raise _lost("follows")
+            raise _lost(self._process, "follows")
         if news.reason is not None:
             reason, _, hint = news.reason.partition(HINT)
             raise GrammarError(f"the grammar cannot be followed any further: {reason}.", hint=hint or None)
@@ -246,7 +246,12 @@ def close() -> None:
         process.kill()
 
 
-def _lost(what: str) -> RequestError:
+def _lost(process: GrammarProcess, what: str) -> RequestError:
+    if process.is_stuck:
+        return RequestError(
+            f"the process that {what} grammars did not answer for {MAX_SILENT_LOOKS * LOOK_S:g} s; it was ended, and "
+            "this request with it.", code="overloaded", hint="try again.",
+        )  # fmt: skip
     return RequestError(
         f"the process that {what} grammars was lost, and this request with it.", code="internal_error",
         hint="try again.",

@@ -2,6 +2,7 @@
 
     any thread ──► queue ──► sender thread ═══ pipe ═══► a worker   (a full pipe never holds the loop)
     Place.hear ◄──────────── reader thread ═══ pipe ═══◄
+                             watcher thread                         (asks now and then; no answer: kill)
 
 End of file on the pipe is the only farewell: the worker ends when the parent is gone, however it went.
 """
@@ -14,6 +15,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing import Pipe
 from typing import Any, Protocol
@@ -24,6 +26,19 @@ BOOTSTRAP = (
     "import importlib, json, sys; path, module, descriptor, limit_bytes = json.loads(sys.argv[1]); "
     "sys.path[:] = path; importlib.import_module(module).main(descriptor, limit_bytes)"
 )
+
+LOOK_S = 1.0
+"""How often it is looked whether a process that has something to do still answers."""
+MAX_SILENT_LOOKS = 10
+"""So many looks without an answer, and without processor time in between: it is stopped, or waits for ever. Looks are
+counted, not seconds, so that whoever stops the engine too (a terminal, a machine that sleeps) does not end it. Its main
+thread answers within milliseconds; on a machine that is too busy for that it still gets some time in ten seconds."""
+MAX_SILENT_CPU_S = 60.0
+"""Processor time without an answer: it runs in circles."""
+IDLE_CPU_S = 1e-4
+
+PING = -1
+"""The number of what is asked to see whether it answers."""
 
 Tokenizer = tuple[str, int, tuple[int, ...]]
 """tokenizer.json, rows of the output matrix, end-of-sequence ids."""
@@ -65,6 +80,7 @@ class GrammarProcess:
         self._places: dict[int, Place] = {}
         self._tokenizers: dict[Tokenizer, int] = {}
         self._lock = threading.Lock()
+        self._num_asked = self._num_answered = 0
         self._ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -73,7 +89,10 @@ class GrammarProcess:
             )  # fmt: skip
         self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.is_lost = False
-        for work in (self._send, self._read):
+        self.is_stuck = False
+        """It was ended because it did not answer."""
+        self._ended = threading.Event()
+        for work in (self._send, self._read, self._watch):
             threading.Thread(target=work, name=f"tandem-grammar-{name}", daemon=True).start()
 
     @property
@@ -142,6 +161,9 @@ class GrammarProcess:
         try:
             while True:
                 number, num_tokens, value, reason = self._ours.recv()
+                if number == PING:
+                    self._num_answered = value
+                    continue
                 place = self._places.get(number)
                 if place is not None:
                     place.hear(num_tokens, value, reason)
@@ -153,10 +175,40 @@ class GrammarProcess:
         self._lose()
         self._ours.close()
 
+    def _watch(self) -> None:
+        """End it when it does not answer any more. While nobody waits for news it is left alone."""
+        num_silent, idle_at_s, asked_at_s = 0, 0.0, 0.0
+        while not self._ended.wait(LOOK_S):
+            cpu_s = _cpu_s(self.pid)
+            if self._num_answered == self._num_asked:
+                num_silent, idle_at_s, asked_at_s = 0, cpu_s, cpu_s
+                if self._places:
+                    self._num_asked += 1
+                    self._orders.put(("ping", PING, self._num_asked))
+                continue
+            num_silent += 1
+            if cpu_s - idle_at_s > IDLE_CPU_S:
+                num_silent, idle_at_s = 0, cpu_s
+            if num_silent >= MAX_SILENT_LOOKS or cpu_s - asked_at_s > MAX_SILENT_CPU_S:
+                log.error("the grammar process %d (%s) does not answer: it is ended", self.pid, self.name)
+                self.is_stuck = True
+                self.kill()
+
     def _lose(self) -> None:
         self.is_lost = True
+        self._ended.set()
         self._orders.put(None)
         for number in list(self._places):
             place = self._places.pop(number, None)
             if place is not None:
                 place.lose()
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time that a process of ours has had; 0.0 where a system does not tell, or it has ended."""
+    if sys.platform != "linux":
+        return 0.0
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) makes of a pid
+    except OSError:
+        return 0.0

@@ -118,6 +118,9 @@ class Trials:
             while lane.trial is None and lane.line:
                 self._start(lane, lane.line.popleft())
 
+    def _on_ping(self, number: int, value: int) -> None:
+        self._connection.send((number, 0, value, None))
+
     def _on_tokenizer(self, number: int, key: int, *what: Any) -> None:
         reason = None
         try:

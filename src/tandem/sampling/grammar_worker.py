@@ -62,6 +62,9 @@ class Worker:
             what, number, *rest = self._connection.recv()
             getattr(self, f"_on_{what}")(number, *rest)
 
+    def _on_ping(self, number: int, value: int) -> None:
+        self._answer(number, lambda: value)
+
     def _on_tokenizer(self, number: int, key: int, *what: Any) -> None:
         self._answer(number, lambda: self._tokenizers.make(key, *what))
 
