@@ -53,7 +53,7 @@ with planning(Target((9, 0), 132)), compile_ahead(Noting()), torch.inference_mod
     for key, bound in runner._keys(("greedy", "plain", "general"), runner._graphs.buckets):
         runner._decode(key, bound)
 print(len(listed), sorted(set(listed)))
-print(asked[len(listed):], torch.cuda.is_initialized())
+print(asked[len(listed):], torch.cuda.is_initialized(), "sympy" in sys.modules)
 """
 
 
@@ -69,4 +69,4 @@ def test_steps_of_other_sizes_need_no_kernel_that_was_not_listed(model, how, tmp
     listed, others = done.stdout.strip().splitlines()
     for name in ("_advance", "_decide", "_finish", "_grow", "_norm", "_prefill", "_rope", "_spread", "_stretch"):
         assert f"'{name}_kernel'" in listed
-    assert others == "[] False"
+    assert others == "[] False False"  # nor is a solver imported, which takes longer than all of the listing

@@ -85,6 +85,9 @@ def compile_in_processes(list_kernels: Callable[[], None], wanted: str, target: 
     mark = Path(importlib.import_module("triton").knobs.cache.dir) / f"tandem-{_digest(wanted)}"
     if mark.exists():
         return Compiling(mark)
+    with contextlib.suppress(ImportError, AttributeError):
+        # Triton hashes itself for its cache's keys (0.3 s or more) and remembers; what is forked then knows, too.
+        importlib.import_module("triton.runtime.cache").triton_key()
 
     def list_and_wait() -> None:
         os.setpgid(0, 0)

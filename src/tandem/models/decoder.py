@@ -6,7 +6,6 @@ One step: ids → embedding → blocks → final norm (of the sampled rows only)
 import re
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.layers.attention import AttentionBackend, Batch, KVCache
@@ -57,7 +56,7 @@ class Decoder(nn.Module):
         backend.prepare(batch, cache.block_size)
         hidden_TE = batch.embedded_TE
         if hidden_TE is None:
-            hidden_TE = F.embedding(batch.ids_T, self.embedding_VE)
+            hidden_TE = self.embedding_VE.index_select(0, batch.ids_T)
         if self.spec.embedding_scale != 1.0:
             hidden_TE = hidden_TE * self.embedding_scale
         residual_TE: Tensor | None = None
@@ -66,7 +65,8 @@ class Decoder(nn.Module):
         assert residual_TE is not None
         if batch.sampled_R is not None:
             # The second last dimension: hidden may be partial sums, [parts, T, E].
-            hidden_TE, residual_TE = hidden_TE[..., batch.sampled_R, :], residual_TE[batch.sampled_R]
+            hidden_TE = hidden_TE.index_select(-2, batch.sampled_R)
+            residual_TE = residual_TE.index_select(0, batch.sampled_R)
         return self.norm.add(hidden_TE, residual_TE)[0]
 
     def logits(self, hidden_RE: Tensor, as_computed: bool = False) -> Tensor:

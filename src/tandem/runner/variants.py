@@ -78,18 +78,18 @@ def list_kernels(spec: ModelSpec, settings: Settings, num_tokens: int | None = N
     model = build(_few_layers(spec), dtype, place, linear=scheme, max_length=settings.max_model_len)
     backend = TritonAttention(place, settings.deterministic)
     most, num_rows = settings.max_batch_tokens or 1, settings.max_num_seqs or 1
+    _runner(model, backend, settings, dtype, num_tokens).list_decodes((GREEDY, PLAIN))  # first: they take longest
     longest = min(settings.max_model_len or spec.max_length, most, LONGEST)
     for lengths in ([longest] * min(most // longest, num_rows), *([min(count, longest)] for count in PROMPTS)):
         for params in WAYS:
             runner = _runner(model, backend, settings, dtype, num_tokens)
             runner.submit(_prompts(0, lengths, params))
-    runner = _runner(model, backend, settings, dtype, num_tokens)
-    runner.list_decodes((GREEDY, PLAIN))
     numbers = {name: torch.empty(num_rows, dtype=kind, device=place) for name, kind in NUMBERS.items()}
     logits_RV = torch.empty((num_rows, spec.num_logits), dtype=torch.float32, device=place)  # of the general way
     sampling = DeviceSampling(1, spec.num_logits, place, 0, num_tokens)
     sampling.choose(logits_RV, numbers, torch.empty(num_rows, dtype=torch.int64, device=place))
-    if runner.depth > 1 and num_rows > 1:
+    if settings.depth > 1 and num_rows > 1:
+        runner = _runner(model, backend, settings, dtype, num_tokens)
         runner.submit(_prompts(0, [1], WAYS[0]))
         runner.submit(_prompts(1, [min(40, longest, most - 1)], WAYS[0], decode=True))
 
