@@ -13,7 +13,7 @@ from serve_drive import Process
 JSON = "content-type: application/json\r\n"
 OPTIONS = {
     "header_timeout": 0.5, "body_timeout": 0.5, "max_body": 1 << 20, "max_bodies": 3 << 20, "max_connections": 40,
-    "keep_alive": 0.5,
+    "keep_alive": 0.5, "client_reserve": 0.0,
 }  # fmt: skip
 
 OPEN: list[socket.socket] = []

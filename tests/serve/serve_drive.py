@@ -178,7 +178,11 @@ class Served:
             assert time.monotonic() < deadline_s, f"it never came to rest: {now}"
             time.sleep(0.02)
         self.run(self.service.engine.call("check"))
+        self.run(self._check_bodies())
         return now
+
+    async def _check_bodies(self) -> None:
+        self.service.bodies.check()
 
     def run(self, awaitable: Any) -> Any:
         async def wait() -> Any:

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tandem.line import Line
 from tandem.sampling.grammar_child import Child, GoneError, KilledError, OverdueError, try_grammar
 from tandem.sampling.grammar_follow import Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
-from tandem.sampling.grammar_line import Line
 from tandem.sampling.grammar_text import HINT, SIMPLER, UnfitError
 from tandem.sampling.grammar_worker import step_back
 

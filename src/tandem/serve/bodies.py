@@ -3,74 +3,168 @@
 It knows headers and bytes; it does not know fields. A body counts from its first byte until the request is admitted
 or answered: what has been read is held as text while the template and the tokenizer are at work on it.
 
-Large bodies are decoded and understood on a thread of their own, one after the other, so that the event loop has its
-turn between any two steps of that. What takes long in one step is refused; see nesting.py.
+Large bodies are decoded and understood on a thread of their own, one body at a time, so that the event loop has its
+turn between any two steps of that. What takes long in one step is refused; see nesting.py. Clients take turns:
+
+    read ─► in line, each client's by size ─► its turn: decoded, rendered, encoded ─► admitted, or answered
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import RequestError
+from tandem.line import Line
+from tandem.serve.events import ClientGoneError, unless_gone
 from tandem.serve.failure import HttpError, decode
-from tandem.serve.nesting import SMALL_BYTES
+from tandem.serve.guard import client_of
+from tandem.serve.nesting import is_small
+from tandem.serve.share import over_share
 
 Body = TypeVar("Body")
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
-CLAIM = "tandem.body_bytes"
+CLAIM, TURN = "tandem.body_bytes", "tandem.body_turn"
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One large body's.
+
+    client   the line it stands in: bodies of one client take turns by size, so that a long one delays only its like.
+    begun    its turn has come.
+    """
+
+    owner: str
+    client: str
+    begun: asyncio.Future[None]
 
 
 @dataclass(slots=True)
 class Bodies:
-    """All bodies. limit_bytes: memory that all may take at once; wait_s: time for one, from its head on."""
+    """All bodies. Bytes, counts and seconds.
+
+    limit_bytes   memory that all may take at once.      wait_s   time for one to come, and to wait for its turn.
+    reserve       the share of memory and line that is kept for clients which hold no more than that share.
+    line          large bodies that have come and wait for their turn.      turn   whose it is.
+    held          bytes of each client.      waiting   in line, of each client.
+    """
 
     limit_bytes: int = 64 << 20
     wait_s: float = 60.0
+    reserve: float = 0.125
+    max_waiting: int = 1024
     num_bytes: int = 0
     peak_bytes: int = 0
     num_refused: int = 0
     num_late: int = 0
+    line: Line[Turn] = field(default_factory=Line)
+    turn: Turn | None = None
+    held: Counter[str] = field(default_factory=Counter)
+    waiting: Counter[str] = field(default_factory=Counter)
     reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tandem-bodies"))
 
     def claim(self, scope: Scope, num_bytes: int) -> None:
-        """Count so many more bytes of one request. Raises 503 if all together were too many."""
-        self.check_room(num_bytes)
+        """Count so many more bytes of one request. Raises as check_room."""
+        self.check_room(scope, num_bytes)
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self.held[client_of(scope)] += num_bytes
         scope[CLAIM] = scope.get(CLAIM, 0) + num_bytes
 
-    def check_room(self, num_bytes: int) -> None:
-        """Raise 503 if so many more bytes were too many. A body that is alone always has room."""
-        if self.num_bytes and self.num_bytes + num_bytes > self.limit_bytes:
+    def check_room(self, scope: Scope, num_bytes: int) -> None:
+        """Raise 503 if so many more bytes were too many, 429 if they were too many for one client. A body that is
+        alone always has room."""
+        if self.num_bytes > scope.get(CLAIM, 0):
+            held = self.held[client_of(scope)]
+            self._check_share("bytes of bodies", self.limit_bytes, self.num_bytes, held, num_bytes)
+
+    def _check_share(self, what: str, limit: int, in_all: int, held: int, more: int) -> None:
+        if told := over_share(what, limit, self.reserve, in_all, held, more):
             self.num_refused += 1
+            code = "overloaded" if in_all + more > limit else "queue_full"
+            raise HttpError(told, code=code, hint="try again later.", Retry_After="1")
+
+    async def take_turn(self, request: Request) -> None:
+        """Wait until it is this large body's turn, which it has until ``release``.
+
+        Raises 429 or 503 if too many wait already, 503 behind wait_s, ClientDisconnect.
+        """
+        scope, owner = request.scope, client_of(request.scope)
+        self._check_share("large bodies", self.max_waiting, len(self.line), self.waiting[owner], 1)
+        size = scope[CLAIM].bit_length()
+        turn = scope[TURN] = Turn(owner, f"{size} {owner}", asyncio.get_running_loop().create_future())
+        self.line.append(turn)
+        self.waiting[owner] += 1
+        self._next()
+        if turn is self.turn:
+            return
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await unless_gone(request.receive, turn.begun)
+        except ClientGoneError:
+            raise ClientDisconnect from None
+        except TimeoutError:
+            self.num_late += 1
             raise HttpError(
-                f"the bodies of other requests take {self.num_bytes} bytes; the limit is {self.limit_bytes}.",
+                f"the body had no turn to be read within {self.wait_s:g} s; {len(self.line)} large ones are in line.",
                 code="overloaded", hint="try again later.", Retry_After="1",
-            )  # fmt: skip
+            ) from None  # fmt: skip
 
     def release(self, scope: Scope) -> None:
-        """Give back what a request has claimed. Idempotent."""
-        self.num_bytes -= scope.pop(CLAIM, 0)
+        """Give back what a request has claimed, and its turn or its place in line. Idempotent."""
+        num_bytes, turn = scope.pop(CLAIM, 0), scope.pop(TURN, None)
+        self.num_bytes -= num_bytes
+        if num_bytes:
+            _take(self.held, client_of(scope), num_bytes)
+        if turn is None:
+            return
+        if turn is self.turn:
+            self.turn = None
+            self._next()
+        else:
+            self.line.remove(turn)
+            _take(self.waiting, turn.owner, 1)
+
+    def _next(self) -> None:
+        if self.turn is None and self.line:
+            turn = self.turn = self.line.popleft()
+            _take(self.waiting, turn.owner, 1)
+            if not turn.begun.done():  # else it is about to leave, and gives its turn back
+                turn.begun.set_result(None)
+
+    def check(self) -> None:
+        self.line.check()
+        assert self.num_bytes == self.held.total(), "bodies have lost count of their bytes"
+        assert Counter(turn.owner for turn in self.line) == self.waiting, "bodies have lost count of who waits"
+        assert self.turn is not None or not self.line, "it is nobody's turn, and somebody waits"
 
     def statistics(self) -> dict[str, Any]:
         return {
             "bytes": self.num_bytes,
             "peak_bytes": self.peak_bytes,
+            "waiting": len(self.line),
             "refused": self.num_refused,
             "late": self.num_late,
         }
 
 
+def _take(counts: Counter[str], name: str, num: int) -> None:
+    counts[name] -= num
+    if not counts[name]:
+        del counts[name]
+
+
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """How work on one request's body is done: at once, or on the thread for large ones, when it is its turn.
+    """How work on one request's body is done: at once, or on the thread for large ones, whose turn it is.
 
     thread   that thread, if the body is a large one.
     """
@@ -86,18 +180,23 @@ class Apart:
 def apart_of(request: Request) -> Apart:
     """For a request whose body has been read."""
     bodies: Bodies = request.app.state.service.bodies
-    return Apart(bodies.reader if request.scope.get(CLAIM, 0) > SMALL_BYTES else None)
+    return Apart(bodies.reader if TURN in request.scope else None)
 
 
 class BodyClaims:
-    """ASGI middleware: a request that is over holds no body any more."""
+    """ASGI middleware: a request that is answered, or over, holds no body any more."""
 
     def __init__(self, app: ASGIApp, bodies: Bodies) -> None:
         self.app, self.bodies = app, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answering(message: Message) -> None:
+            if message["type"] == "http.response.start":  # a client that does not read holds up nobody's turn
+                self.bodies.release(scope)
+            await send(message)
+
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, answering)
         finally:
             self.bodies.release(scope)
 
@@ -105,8 +204,8 @@ class BodyClaims:
 async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Body:
     """Read and decode a body of at most limit_bytes.
 
-    Raises RequestError: 415, 413, 408 if it takes too long, 503 if the bodies of others take all the room, or 400 with
-    the path at fault.
+    Raises RequestError: 415, 413, 408 if it takes too long, 503 if the bodies of others take all the room, 429 if the
+    client's own take its share, or 400 with the path at fault.
     """
     _check_kind(request)
     bodies: Bodies = request.app.state.service.bodies
@@ -114,7 +213,7 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Bod
     if length.isdigit():
         if int(length) > limit_bytes:
             raise RequestError(f"the body has {length} bytes; the limit is {limit_bytes}.", code="request_too_large")
-        bodies.check_room(int(length))
+        bodies.check_room(request.scope, int(length))
     raw = bytearray()
     try:
         async with asyncio.timeout(bodies.wait_s):
@@ -126,6 +225,8 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Bod
     except TimeoutError:
         bodies.num_late += 1
         raise HttpError(f"the body did not come within {bodies.wait_s:g} s.", code="request_timeout") from None
+    if not is_small(raw):
+        await bodies.take_turn(request)
     return await apart_of(request)(decode, bytes(raw), kind)
 
 

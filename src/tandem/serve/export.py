@@ -193,6 +193,7 @@ def border_families(border: Border, bodies: Bodies) -> list[Family]:
     return [
         _gauge("http_connections_open", "Open connections.", len(border.open)),
         _gauge("http_bodies_bytes", "Request bodies in memory that are read or encoded.", bodies.num_bytes),
+        _gauge("http_bodies_waiting", "Large request bodies that wait for their turn.", len(bodies.line)),
         Family("http_connections_refused", "counter", "Connections and bodies turned away, by reason.",
                [Sample({"reason": reason}, value) for reason, value in ended.items()]),
     ]  # fmt: skip

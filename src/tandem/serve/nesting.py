@@ -17,6 +17,7 @@ MAX_STRINGS = 131072
 MAX_VALUES = 1 << 20
 MAX_NUMBER = 512
 SMALL_BYTES = 64 << 10
+SMALL_CONTAINERS = 4096
 _SLICE_BYTES = 1 << 17
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
@@ -38,6 +39,11 @@ class Build(NamedTuple):
     fields: int
     values: int
     number: int
+
+
+def is_small(raw: bytes | bytearray) -> bool:
+    """Whether it is quick to decode and to understand, all JSON within its strings too."""
+    return len(raw) <= SMALL_BYTES and raw.count(b"[") + raw.count(b"{") <= SMALL_CONTAINERS
 
 
 def depth_of(raw: bytes, enough: int = MAX_DEPTH) -> int:

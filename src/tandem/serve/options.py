@@ -71,8 +71,8 @@ class ServeOptions:
     client_reserve: float = _option(
         0.125,
         "limits",
-        "share of --max-requests and --max-queued-tokens that is kept for clients (API keys, or else addresses) which "
-        "hold no more than that share",
+        "share of --max-requests, --max-queued-tokens and --max-bodies that is kept for clients (API keys, or else "
+        "addresses) which hold no more than that share",
         low=0.0,
         high=1.0,
     )
@@ -125,7 +125,7 @@ class ServeOptions:
 
     @property
     def bodies(self) -> Bodies:
-        return Bodies(self.max_bodies, self.body_timeout)
+        return Bodies(self.max_bodies, self.body_timeout, self.client_reserve)
 
     @property
     def queue(self) -> QueueLimits:

@@ -21,6 +21,7 @@ from tandem.serve.explain import Journeys
 from tandem.serve.failure import HttpError, status_of
 from tandem.serve.measure import Meter
 from tandem.serve.reply import Ask
+from tandem.serve.share import over_share
 from tandem.serve.updates import Tap, Updates
 
 _OVER = "the request's time of {:g} s is over."
@@ -147,19 +148,9 @@ class Service:
         held.tokens += num_tokens
 
     def _check_room(self, what: str, limit: int | None, in_all: int, held: int, more: int) -> None:
-        """The last part of a limit is kept for clients with little. Raises 429."""
-        if limit is None or in_all + more <= limit - (reserve := int(limit * self.queue.reserve)):
-            return
-        if in_all + more <= limit and held + more <= reserve:
-            return
-        now = f"{in_all} {what} are in the server, {held} of them this client's, and with {more} more the limit of "
-        if in_all + more > limit:
-            told = f"{now}{limit} would be passed."
-        else:
-            told = (
-                f"{now}{limit - reserve} would be passed; {reserve} are kept for clients that hold no more than that."
-            )
-        raise HttpError(told, code="queue_full", hint="try again later.", Retry_After="1")
+        """Raises 429."""
+        if limit is not None and (told := over_share(what, limit, self.queue.reserve, in_all, held, more)):
+            raise HttpError(told, code="queue_full", hint="try again later.", Retry_After="1")
 
     def updates(self, asks: Sequence[Ask], deadline_s: float | None = None, naming: str | None = None) -> Updates:
         """All updates of all asks as they come, past the meter and the taps; see Updates.

@@ -1,4 +1,4 @@
-"""A line in which clients take turns, and which none may fill. It knows clients by name, nothing of grammars.
+"""A line in which clients take turns, and which none may fill. It knows clients by name, nothing of what waits.
 
 client a  · · · · ·        out come: the first of a, of b, of c, the second of a, of b, the third of a, …
 client b  · ·

@@ -1,0 +1,52 @@
+"""A line in which clients take turns."""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.line import Line
+
+
+@dataclass(frozen=True)
+class Item:
+    client: str
+    number: int
+
+
+def line_of(clients: str) -> Line[Item]:
+    line: Line[Item] = Line()
+    for number, client in enumerate(clients):
+        line.append(Item(client, number))
+    return line
+
+
+def test_clients_take_turns() -> None:
+    line = line_of("aaaaabbc")
+    assert "".join(line.popleft().client for _ in range(8)) == "abcabaaa" and not len(line)
+
+
+def test_the_last_quarter_is_for_clients_with_less_of_it() -> None:
+    line = line_of("aabbbb")
+    assert [line.limit_of(client, 16) for client in "abc"] == [16, 12, 16]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["append", "pop", "remove"])), max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_each_comes_once_and_a_client_s_own_in_order(actions: list[tuple[str, str]]) -> None:
+    line, inside, came = Line[Item](), list[Item](), list[Item]()
+    for number, (client, what) in enumerate(actions):
+        own = [item for item in inside if item.client == client]
+        if what == "append":
+            line.append(Item(client, number))
+            inside.append(Item(client, number))
+        elif what == "remove" and own:
+            line.remove(own[-1])
+            inside.remove(own[-1])
+        elif what == "pop" and inside:
+            item = line.popleft()
+            assert item == next(other for other in inside if other.client == item.client)
+            inside.remove(item)
+            came.append(item)
+        line.check()
+        assert sorted(line, key=lambda item: item.number) == inside and len(line) == len(inside)
