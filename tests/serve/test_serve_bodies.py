@@ -14,8 +14,9 @@ from serve_drive import Served, serving
 
 from tandem.errors import RequestError
 from tandem.serve import nesting
+from tandem.serve.conversation import _all_checked
 from tandem.serve.failure import decode
-from tandem.serve.nesting import build_of, check_build
+from tandem.serve.nesting import build_of, check_build, check_inner
 from tandem.serve.schema import ChatRequest, CompletionRequest
 
 MIB = 1 << 20
@@ -128,6 +129,73 @@ def test_large_bodies_that_are_well_are_taken(null: Served) -> None:
 
 def test_arguments_that_are_long_and_well_are_taken() -> None:
     check_build(json.dumps([{"a": i} for i in range(60_000)]).encode(), max_fields=nesting.MAX_CONTAINERS)
+
+
+def calls(arguments: str, num: int) -> list[dict]:
+    function = {"name": "f", "arguments": arguments}
+    made = [{"id": f"c{i}", "type": "function", "function": function} for i in range(num)]
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": made}]
+
+
+ARGUMENTS = {
+    "arrays and objects": ('{"a":[' + "{}," * 20_000 + "{}]}", 67), "strings": ('{"a":[' + '"",' * 20_000 + '""]}', 40),
+    "values": ('{"a":[' + "1," * 30_000 + "1]}", 60), "in few calls": ('{"a":[' + "[]," * 33_000 + "[]]}", 2),
+    "in many": ('{"a":{},"b":[]}', 16_000), "cut short": ('{"a":[' + "{}," * 20_000, 60),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_of_all_calls_together_are_measured_before_they_are_decoded(kind: str) -> None:
+    messages = calls(*ARGUMENTS[kind])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.engine.messages.json.loads", lambda *what, **more: pytest.fail("decoded"))
+        began_s = time.thread_time()
+        if kind == "in many":  # 48,000 in 16,000 calls
+            _all_checked(messages)
+            messages += calls('{"a":[' + "{}," * 17_600 + "{}]}", 1)
+        with pytest.raises(RequestError, match=r"the limit is (65536|131072)") as refused:
+            _all_checked(messages)
+        assert time.thread_time() - began_s < 0.4
+    assert refused.value.param == "messages" and refused.value.hint and "together" in refused.value.what
+
+
+def test_text_in_arguments_counts_for_nothing() -> None:
+    """A call that wrote a file of code, cut in its middle; escapes and quotes do not confuse."""
+    text = json.dumps({"path": "a.py", "content": 'x = {"a": [[], {}], "b\\\\": "\\""}, ' * 1400})
+    assert len(text) < nesting.SMALL_BYTES
+    _all_checked(calls(text, 60))
+    _all_checked(calls(text[:-30], 60))
+    long = json.dumps({"content": '[{,"' * 200_000})
+    _all_checked(calls(long, 3))
+
+
+@given(VALUES)
+@settings(max_examples=100, deadline=None)
+def test_short_and_long_arguments_are_counted_alike(value: object) -> None:
+    text = json.dumps({"x": value})
+    _, containers, strings = built({"x": value})
+    for size in (0, 1 << 16):
+        for limit, most in (("MAX_CONTAINERS", containers), ("MAX_STRINGS", strings)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(nesting, "SMALL_BYTES", size)
+                patch.setattr(nesting, limit, 2 * most)
+                check_inner([text, text], "they have", "messages", "fewer.")
+                patch.setattr(nesting, limit, 2 * most - 1)
+                with pytest.raises(RequestError, match=f"they have {2 * most} "):
+                    check_inner([text, text], "they have", "messages", "fewer.")
+
+
+def test_every_route_that_takes_calls_refuses_too_much_in_them(null: Served) -> None:
+    arguments = ARGUMENTS["arrays and objects"][0]
+    messages = calls(arguments, 4)
+    items = [{"type": "function_call", "call_id": f"c{i}", "name": "f", "arguments": arguments} for i in range(4)]
+    told = "the arguments of earlier tool calls have 80012 arrays and objects together; the limit is 65536."
+    for path, body, param in (
+        (CHAT, {"messages": messages}, "messages"), ("/tokenize", {"messages": messages}, "messages"),
+        (RESPONSES, {"input": items}, "input"),
+    ):  # fmt: skip
+        error = null.refused(path, body, param=param)
+        assert error["message"].startswith(told) and "hint: leave out earlier calls" in error["message"]
 
 
 SENDER = """

@@ -14,7 +14,7 @@ from tandem.engine.chat import ChatTemplate
 from tandem.engine.contract import Card
 from tandem.errors import RequestError
 from tandem.serve.bodies import Apart
-from tandem.serve.nesting import MAX_CONTAINERS, SMALL_BYTES, check_build
+from tandem.serve.nesting import MAX_CONTAINERS, SMALL_BYTES, check_build, check_inner
 from tandem.serve.refusals import MAX_MESSAGES, MAX_PARTS, check_count
 
 Message = dict[str, Any]
@@ -50,7 +50,9 @@ async def understood(messages: Sequence[Message], card: Card, apart: Apart) -> l
 def _all_checked(messages: Sequence[Message]) -> list[Message]:
     check_count("messages", messages, MAX_MESSAGES, "messages")
     _check_parts(messages)
-    return [_checked(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    checked = [_checked(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    _check_arguments(checked)
+    return checked
 
 
 def with_instruction(messages: Sequence[Message], text: str) -> list[Message]:
@@ -128,6 +130,15 @@ def _check_call(call: Any, where: str) -> None:
         raise _wrong(f"{where}.function.arguments is missing; it is the arguments' JSON as a string.")
     if isinstance(arguments, str) and len(arguments) > SMALL_BYTES:  # decoded for the template
         check_build(arguments.encode("utf-8", "replace"), f"{where}.function.arguments", "messages", MAX_CONTAINERS)
+
+
+def _check_arguments(messages: Sequence[Message]) -> None:
+    """Of all calls together, however many strings they are in: they are decoded, and templates go over them."""
+    found = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
+    texts = [arguments for arguments in found if isinstance(arguments, str)]
+    check_inner(
+        texts, "the arguments of earlier tool calls have", "messages", "leave out earlier calls, or what they hold."
+    )
 
 
 def _put_before(text: str, content: Any) -> Any:

@@ -4,6 +4,8 @@ What would take long to decode, or to walk over, is refused before any code does
 and with it the event loop, for as long as it makes objects. Nothing here holds it for more than a millisecond or two.
 """
 
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +20,12 @@ MAX_VALUES = 1 << 20
 MAX_NUMBER = 512
 SMALL_BYTES = 64 << 10
 SMALL_CONTAINERS = 4096
+# Of JSON in strings of a body, all of them together: each value is at least a token of the prompt.
+MAX_INNER_VALUES = 131072
 _SLICE_BYTES = 1 << 17
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _ENDS_NUMBER = np.zeros(256, bool)
 _ENDS_NUMBER[list(b'[]{},:" \t\r\n')] = True
 
@@ -104,6 +109,27 @@ def check_build(raw: bytes, what: str = "the body", param: str | None = None, ma
     for kind, (number, most) in limits.items():
         if number > most:
             raise RequestError(f"{what} has {number} {kind}; the limit is {most}.", param=param)
+
+
+def check_inner(texts: Sequence[str], what: str, param: str, hint: str) -> None:
+    """Raise RequestError for JSON texts that would take long to decode and to walk over, all of them together."""
+    containers = strings = values = 0
+    for text in texts:
+        if len(text) > SMALL_BYTES:
+            found = build_of(text.encode("utf-8", "replace"))
+            containers, strings, values = containers + found.containers, strings + found.strings, values + found.values
+        else:
+            bare, num_strings = _STRING.subn("", text)
+            containers += bare.count("[") + bare.count("{")
+            strings += num_strings
+            values += bare.count(",") + 1
+    limits = {
+        "arrays and objects": (containers, MAX_CONTAINERS), "strings": (strings, MAX_STRINGS),
+        "values": (values, MAX_INNER_VALUES),
+    }  # fmt: skip
+    for kind, (number, most) in limits.items():
+        if number > most:
+            raise RequestError(f"{what} {number} {kind} together; the limit is {most}.", param=param, hint=hint)
 
 
 def too_deep(what: str = "the body", param: str | None = None) -> RequestError:
