@@ -32,7 +32,7 @@ async def one(url: str, ask: Ask = CHAT, timeout_s: float = 10.0) -> Outcome:
     try:
         return await stream(client, ask.path, ask.body, timeout_s, keep_text=True)
     finally:
-        client.close()
+        await client.close()
 
 
 async def test_c37_the_role_chunk_is_no_first_token() -> None:
@@ -57,7 +57,7 @@ async def test_c38_tokens_are_counted_by_usage_not_by_text(usage: bool) -> None:
     async with mocking(lambda body: (200, events)) as (_, url):
         client = HttpClient(url)
         outcomes = await run_load(client, [CHAT] * 4, Load(concurrency=4, warm_up=2))
-        client.close()
+        await client.close()
     found = figures(outcomes, Load())
     assert found["duration_s"] == pytest.approx(0.42, abs=0.06), "the warm-up is not in it"
     assert found["completed"] == 4 and len(outcomes[0].text) == 0
@@ -128,7 +128,7 @@ async def test_errors_are_counted_apart() -> None:
     async with mocking(script) as (_, url):
         client = HttpClient(url)
         outcomes = await run_load(client, [CHAT] * 10, Load(concurrency=1, timeout_s=0.2))
-        client.close()
+        await client.close()
     found = figures(outcomes, Load())
     assert found["completed"] == 2 and found["failed"] == 8
     assert found["errors"] == {
@@ -153,7 +153,7 @@ async def test_connections_are_used_again() -> None:
         client = HttpClient(url)
         assert await models_of(client) == ["mock"]
         outcomes = await run_load(client, [CHAT] * 20, Load(concurrency=2))
-        client.close()
+        await client.close()
         assert not any(outcome.error for outcome in outcomes) and mock.num_connections <= 3
 
 
@@ -178,7 +178,7 @@ async def test_a_closed_loop_keeps_so_many_at_once_and_an_open_one_keeps_its_mom
         assert most == 3
         load = Load("poisson", rate=100.0, seed=3)
         outcomes = await run_load(client, [CHAT] * 30, load)
-        client.close()
+        await client.close()
     due = [outcome.due_s - outcomes[0].due_s for outcome in outcomes]
     assert due == pytest.approx(list(itertools.islice(arrivals("poisson", 100.0, 1.0, 3), 30)))
     assert figures(outcomes, load)["late_s"]["p50"] < 0.01

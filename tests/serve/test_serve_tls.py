@@ -9,7 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve_drive import Process, events_of
+from serve_drive import Process, Served, events_of
+
+from tandem.cli import main
 
 OPTIONS = {"header_timeout": 0.5, "max_connections": 20}
 
@@ -63,6 +65,52 @@ def test_an_unknown_certificate_is_not_trusted(https: Process) -> None:
         httpx.get(https.url + "/health")
     with pytest.raises(httpx.HTTPError):
         httpx.get(https.url.replace("https", "http") + "/health", timeout=5)
+
+
+def test_our_own_clients_trust_whom_they_are_told_to(
+    https: Process, trust: Path, tmp_path: Path, client: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, empty = tmp_path / "in.jsonl", tmp_path / "empty.pem"
+    lines.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n')
+    empty.write_text("nothing\n")
+    name = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()["id"]
+
+    def commands(url: str, *more: str) -> Iterator[list[str]]:
+        load = ["--requests", "2", "--concurrency", "2", "--warm-up", "0", "--new", "2", "--prompt", "3"]
+        yield ["explain", name, "--url", url, *more]
+        yield ["bench", "serve", "--base-url", url, *load, *more]
+        yield ["bench", "serve", "--base-url", url, "--model", "null", *load, *more]
+        yield ["batch", str(lines), "-o", str(tmp_path / "out.jsonl"), "--base-url", url, *more]
+
+    certificate = str(trust / "certificate.pem")
+    for command in commands(https.url):
+        assert main(command) == 1
+        told = capsys.readouterr().err
+        assert "is not trusted: self-signed certificate" in told and "--cacert" in told, (command, told)
+    for command in commands(https.url.replace("127.0.0.1", "127.1"), "--cacert", certificate):
+        assert main(command) == 1
+        told = capsys.readouterr().err
+        assert "not valid for '127.1'" in told and "a name or address that" in told, (command, told)
+    for command in commands(https.url, "--cacert", str(empty)):
+        assert main(command) == 2 and "holds no certificate" in capsys.readouterr().err
+    for command in commands(https.url, "--cacert", str(empty) + "x"):
+        assert main(command) == 2 and "cannot be read: No such file" in capsys.readouterr().err
+    for command in commands(https.url.replace("https", "http"), "--cacert", certificate):
+        assert main(command) == 2 and "https://" in capsys.readouterr().err
+    assert main(["explain", name, "--url", https.url.replace("https", "http")]) == 1
+    assert "hint: a server with a certificate has https://" in capsys.readouterr().err
+    for command in commands(https.url, "--cacert", certificate):
+        assert main(command) == 0, capsys.readouterr().err
+    assert main(["batch", str(lines), "-o", str(tmp_path / "other.jsonl"), "--cacert", certificate]) == 2
+    assert "--base-url" in capsys.readouterr().err
+
+
+def test_a_server_without_tls_is_said_to_have_none(null: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    url = null.url.replace("http://", "https://")
+    for command in (["explain", "x", "--url", url], ["bench", "serve", "--base-url", url]):
+        assert main(command) == 1
+        told = capsys.readouterr().err
+        assert "no TLS connection with" in told and "has http:// in its URL" in told, told
 
 
 @pytest.mark.parametrize(

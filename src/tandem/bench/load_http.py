@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from tandem.bench.load_trust import distrust, tls_context
 from tandem.errors import SettingError
 
 OnBody = Callable[[bytes, float], None]
+GOODBYE_S = 1.0
 
 
 class ConnectionLostError(Exception):
@@ -25,6 +27,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         import httptools
+
+        self.lost = asyncio.get_running_loop().create_future()
 
         self._new_parser: Callable[[], Any] = lambda: httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport | None = None
@@ -39,6 +43,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
+        if not self.lost.done():
+            self.lost.set_result(None)
         if self._done is not None and not self._done.done():
             self._done.set_exception(ConnectionLostError(str(error or "the server closed the connection")))
 
@@ -82,24 +88,28 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Talks to one server. base_url: http(s)://host[:port][/prefix]; headers go with every request."""
+    """Talks to one server. base_url: http(s)://host[:port][/prefix]; headers go with every request.
 
-    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
+    cacert: file of the certificates to trust instead of the system's.
+    """
+
+    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, cacert: str | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingError(f"{base_url!r} is no base URL.", hint="write it as http://127.0.0.1:8000.")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._base_url, self._tls = base_url, tls_context(base_url, cacert)
         self._prefix = parts.path.rstrip("/")
         lines = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **(headers or {})}
         self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._free: list[_Connection] = []
+        self._all: set[_Connection] = set()
 
     async def request(self, method: str, path: str, body: bytes, on_body: OnBody) -> int:
         """One request; on_body gets pieces of the answer with their moments (time.perf_counter).
 
-        Raises OSError if there is no connection, ConnectionLostError if it ends too early.
+        Raises OSError if there is no connection, TrustError if none is safe, ConnectionLostError if it ends too early.
         """
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._lines}Content-Length: {len(body)}\r\n\r\n".encode()
         connection = await self._connection()
@@ -121,10 +131,23 @@ class HttpClient:
                 connection.reused = True
                 return connection
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        try:
+            _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        except ssl.SSLError as error:
+            raise distrust(self._base_url, error) from None
+        self._all.add(connection)
+        connection.lost.add_done_callback(lambda _: self._all.discard(connection))
         return connection
 
-    def close(self) -> None:
-        for connection in self._free:
-            connection.close()
+    async def close(self) -> None:
+        """End all connections and see their ends: TLS says goodbye first, and no loop may be closed before that."""
         self._free.clear()
+        connections = list(self._all)
+        for connection in connections:
+            connection.close()
+        if connections:
+            _, late = await asyncio.wait([connection.lost for connection in connections], timeout=GOODBYE_S)
+            for connection in connections:
+                if connection.lost in late and connection.transport is not None:
+                    connection.transport.abort()
+            await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.bench.load_http import ConnectionLostError, HttpClient
-from tandem.cli.options import add_settings, settings_of
+from tandem.cli.options import add_cacert, add_settings, settings_of
 from tandem.cli.progress import waiting
 from tandem.config import Settings
 from tandem.errors import SettingError
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", required=True, metavar="OUT.jsonl", help="answers; an earlier run's is gone on with"
     )
     parser.add_argument("--base-url", metavar="URL", help="ask this server instead of an engine of our own")
+    add_cacert(parser)
     parser.add_argument(
         "--served-model-name", action="append", default=[], metavar="TEXT",
         help="name that the file's lines use for the model; may be given again (default: the model's own)",
@@ -58,6 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
     given = settings_of(arguments)
     if arguments.base_url and (given or arguments.served_model_name):
         raise SettingError("--base-url has an engine of its own; settings of an engine do not go with it.")
+    if arguments.cacert and not arguments.base_url:
+        raise SettingError("--cacert is given, and no server to trust.", hint="give its --base-url, too.")
     with asyncio.Runner() as runner:
         tally = runner.run(_remote(arguments) if arguments.base_url else _local(arguments, given))
     earlier = f", {tally.earlier} of them by an earlier run" if tally.earlier else ""
@@ -67,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def _remote(arguments: argparse.Namespace) -> Tally:
     key = os.environ.get("OPENAI_API_KEY")
-    client = HttpClient(arguments.base_url, {"Authorization": f"Bearer {key}"} if key else None)
+    client = HttpClient(arguments.base_url, {"Authorization": f"Bearer {key}"} if key else None, arguments.cacert)
 
     async def send(url: str, body: bytes) -> tuple[int, bytes]:
         parts: list[bytes] = []
@@ -80,7 +83,7 @@ async def _remote(arguments: argparse.Namespace) -> Tally:
     try:
         return await _run(arguments, send, arguments.concurrency or 64)
     finally:
-        client.close()
+        await client.close()
 
 
 async def _local(arguments: argparse.Namespace, given: dict[str, object]) -> Tally:

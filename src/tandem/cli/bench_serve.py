@@ -16,7 +16,7 @@ from tandem.bench.load_stream import Outcome
 from tandem.bench.report import Cell, milliseconds, table, write_json
 from tandem.bench.serve import SHARES, Load, figures, models_of, parse_slo, run_load
 from tandem.bench.workload import parse_range
-from tandem.cli.options import EXIT_ERROR
+from tandem.cli.options import EXIT_ERROR, add_cacert
 from tandem.errors import SettingError, TandemError
 
 EPILOG = """
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="without /v1 (default: %(default)s)"
     )
+    add_cacert(server)
     server.add_argument("--model", metavar="NAME", help="default: the first that the server names")
     server.add_argument(
         "--endpoint", choices=("completions", "chat"), default="completions", help="default: completions"
@@ -88,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.timeout, arguments.seed, parse_slo(arguments.slo),
     )  # fmt: skip
     key = os.environ.get("OPENAI_API_KEY")
-    client = HttpClient(arguments.base_url, {"Authorization": f"Bearer {key}"} if key else None)
+    client = HttpClient(arguments.base_url, {"Authorization": f"Bearer {key}"} if key else None, arguments.cacert)
     with asyncio.Runner(loop_factory=quick_loop()) as runner:
         outcomes, model = runner.run(_run(client, arguments, load))
     found = figures(outcomes, load)
@@ -117,8 +118,11 @@ async def _run(client: HttpClient, arguments: argparse.Namespace, load: Load) ->
     try:
         with _progress(len(asks)) as on_done:
             return await run_load(client, asks, load, on_done), model
+    except ExceptionGroup as errors:
+        told = errors.subgroup(TandemError)
+        raise told.exceptions[0] if told else errors from None
     finally:
-        client.close()
+        await client.close()
 
 
 def asks_of(arguments: argparse.Namespace, model: str) -> list[load_work.Ask]:

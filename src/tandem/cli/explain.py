@@ -5,13 +5,17 @@ x-request-id header; the server keeps the newest 1024.
 """
 
 import argparse
+import http.client
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from tandem.bench.load_trust import distrust, tls_context
+from tandem.cli.options import add_cacert
 from tandem.errors import SettingError, TandemError
 
 KEY_VARIABLE = "TANDEM_API_KEY"
@@ -45,18 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default: http://127.0.0.1:8000)"
     )
+    add_cacert(parser)
     parser.add_argument("--api-key", metavar="TEXT", help=f"an API key of the server (default: ${KEY_VARIABLE})")
     parser.add_argument("--json", action="store_true", help="print the account as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
     key = arguments.api_key or os.environ.get(KEY_VARIABLE, "").split(",")[0].strip()
-    account = fetch(arguments.url, arguments.id, key)
+    account = fetch(arguments.url, arguments.id, key, arguments.cacert)
     print(json.dumps(account, indent=2) if arguments.json else "\n".join(lines_of(account)))
     return 0
 
 
-def fetch(url: str, name: str, key: str = "") -> dict[str, Any]:
+def fetch(url: str, name: str, key: str = "", cacert: str | None = None) -> dict[str, Any]:
     """The server's account of a request. Raises TandemError saying why there is none."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -66,19 +71,17 @@ def fetch(url: str, name: str, key: str = "") -> dict[str, Any]:
         raise SettingError("the API key holds characters that no header can carry.")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{base}/explain/{quote(name, safe='')}", headers=headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    secure = urllib.request.HTTPSHandler(context=tls_context(base, cacert))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             account = json.loads(answer.read(MAX_ANSWER_BYTES))
     except urllib.error.HTTPError as error:
         raise _refused(error, base, name) from None
-    except ValueError:
-        raise TandemError(f"what answers at {base} is no tandem server.") from None
     except OSError as error:
-        reason = getattr(error, "reason", None) or error
-        raise TandemError(
-            f"no server answers at {base}: {reason}.", hint="start one with `tandem serve`, or give its --url."
-        ) from None
+        raise _unreachable(error, base) from None
+    except (ValueError, http.client.HTTPException):
+        raise TandemError(f"what answers at {base} is no tandem server.") from None
     if not isinstance(account, dict) or not isinstance(account.get("parts_s"), dict):
         raise TandemError(f"what answers at {base} is no tandem server.")
     return account
@@ -127,6 +130,18 @@ def _refused(error: urllib.error.HTTPError, base: str, name: str) -> TandemError
     if code == "not_found":
         hint = "the id stands in the answer and its x-request-id header; the newest 1024 answers are kept."
     return TandemError("".join(c if c.isprintable() else "?" for c in message), hint=hint)
+
+
+def _unreachable(error: OSError, base: str) -> TandemError:
+    """Why there is no answer. urllib wraps what went wrong before the request was sent."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, ssl.SSLError):
+        return distrust(base, reason)
+    if isinstance(reason, ConnectionError) and not isinstance(reason, ConnectionRefusedError):
+        hint = "a server with a certificate has https:// in its URL." if base.startswith("http:") else "try again."
+        return TandemError(f"the server at {base} closed the connection without an answer.", hint=hint)
+    hint = "start one with `tandem serve`, or give its --url."
+    return TandemError(f"no server answers at {base}: {reason}.", hint=hint)
 
 
 def _time(seconds: float) -> str:

@@ -64,6 +64,13 @@ def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def add_cacert(parser: Any) -> None:
+    """An option of the commands that speak to a server. parser: or a group of one."""
+    parser.add_argument(
+        "--cacert", metavar="FILE", help="PEM file of the certificates to trust over https, instead of the system's"
+    )
+
+
 def add_settings(
     parser: argparse.ArgumentParser, *, without: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> None:
