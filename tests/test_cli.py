@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import importlib
 import io
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -51,6 +53,40 @@ def test_each_command_helps(words: list[str], capsys: pytest.CaptureFixture[str]
     text = "".join(capsys.readouterr())
     assert "examples:" in text and f"tandem {' '.join(words)}" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+UNITS = {
+    r"--(.*-timeout|timeout|max-time|keep-alive|linger)": "SECONDS",
+    r"--.*-ms": "MS",
+    r"--(client-reserve|gpu-memory-utilization)": "SHARE",
+    r"--(kv-cache-memory|max-body|max-bodies)": "BYTES",
+    r"--(.*-file|chat-template|tls-certificate|tls-key|cacert)": "FILE",
+    r"--(url|base-url|otlp-endpoint)": "URL",
+}
+"""Name of an option → what its value is. An option of one of these units has such a name, or is missing here."""
+SAID = {"SECONDS": "long|time|seconds", "SHARE": "^share", "BYTES": "bytes|body|bodies", "FILE": r"\b[Ff]ile"}
+
+
+@pytest.mark.parametrize("words", [*([name] for name in COMMANDS if name != "bench"), *BENCHES, ["bench", "serve"]])
+def test_the_help_names_what_a_value_is(words: list[str]) -> None:
+    """No share in seconds, no file that is a text."""
+    name = words[-1] if len(words) == 1 else "_".join(words)
+    parser = Parser()
+    importlib.import_module(f"tandem.cli.{name}").add_arguments(parser)
+    for action in parser._actions:
+        if action.metavar is None or not action.option_strings:
+            continue
+        option = action.option_strings[-1]
+        unit = next((unit for pattern, unit in UNITS.items() if re.fullmatch(pattern, option)), None)
+        assert (action.metavar == unit) if unit else (action.metavar not in UNITS.values()), (option, action.metavar)
+        assert re.search(SAID.get(unit or "", ""), str(action.help)), (option, action.help)
+        kind = getattr(action.type, "__name__", None)
+        if kind in ("int", "count"):
+            assert action.metavar == "N", option
+        elif kind == "float":
+            assert action.metavar in ("X", "SECONDS", "MS", "SHARE"), option
+        else:
+            assert action.metavar not in ("N", "X", "SECONDS", "MS", "SHARE"), option
 
 
 def test_every_setting_is_an_option() -> None:

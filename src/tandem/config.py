@@ -30,14 +30,19 @@ class Settings:
     """
 
     model: str | None = _setting(
-        None, "model", "a Hugging Face id, a folder, a .gguf file, or a built-in shape; default: the embedded SmolLM2"
+        None,
+        "model",
+        "a Hugging Face id, a folder, a .gguf file, or a built-in shape; default: the embedded SmolLM2",
+        unit="model",
     )
     load_format: str = _setting(
         "auto", "model", "where weights come from", choices=("auto", "safetensors", "gguf", "random")
     )
-    tokenizer: str | None = _setting(None, "model", "a folder or tokenizer.json to use instead of the model's own")
+    tokenizer: str | None = _setting(
+        None, "model", "a folder or tokenizer.json to use instead of the model's own", unit="path"
+    )
     chat_template: str | None = _setting(
-        None, "model", "a file with a Jinja chat template to use instead of the model's"
+        None, "model", "a file with a Jinja chat template to use instead of the model's", unit="file"
     )
     dtype: str | None = _setting(
         None, "model", "arithmetic of weights and cache", choices=("float32", "bfloat16", "float16")
@@ -49,7 +54,7 @@ class Settings:
     max_batch_tokens: int | None = _setting(None, "batching", "most tokens in one step", low=1)
     target_step_ms: float | None = _setting(
         None, "batching", "prompts are cut so that a step beside running answers takes so long at most; 0: never",
-        low=0, high=60_000,
+        low=0, high=60_000, unit="ms",
     )  # fmt: skip
     policy: str = _setting("fcfs", "batching", "who goes first", choices=("fcfs", "priority"))
     prefix_cache: bool = _setting(True, "batching", "reuse the KV cache of equal prompt beginnings")
@@ -61,7 +66,9 @@ class Settings:
     kv_cache_memory: int | None = _setting(
         None, "memory", "bytes for the KV cache, as 4GiB or 500MB; default: what is free", unit="bytes", low=1
     )
-    gpu_memory_utilization: float = _setting(0.9, "memory", "share of device memory to use", low=0.05, high=0.99)
+    gpu_memory_utilization: float = _setting(
+        0.9, "memory", "share of device memory to use", unit="share", low=0.05, high=0.99
+    )
     block_size: int = _setting(16, "memory", "tokens in a KV block", low=1, high=1024)
 
     device: str | None = _setting(None, "execution", "where to run", choices=("cpu", "cuda", "null"))

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", metavar="URL", help="ask this server instead of an engine of our own")
     add_cacert(parser)
     parser.add_argument(
-        "--served-model-name", action="append", default=[], metavar="TEXT",
+        "--served-model-name", action="append", default=[], metavar="NAME",
         help="name that the file's lines use for the model; may be given again (default: the model's own)",
     )  # fmt: skip
     parser.add_argument(

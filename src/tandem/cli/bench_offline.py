@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[0, 1, 2],
-        metavar="D",
+        metavar="N",
         help="steps in flight; 0: static batching (default: 0 1 2)",
     )
     group.add_argument(

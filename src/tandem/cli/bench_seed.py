@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[0, 1, 2, 3],
-        metavar="D",
+        metavar="N",
         choices=range(5),
         help="steps in flight; 0: static batching (default: 0 1 2 3)",
     )

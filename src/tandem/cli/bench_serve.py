@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--endpoint", choices=("completions", "chat"), default="completions", help="default: completions"
     )
     server.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds for one request (default: 600)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="longest time of one request (default: 600)"
     )
     load = parser.add_argument_group("load")
     load.add_argument("--requests", type=int, default=64, metavar="N", help="how many are measured (default: 64)")

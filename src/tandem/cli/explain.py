@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default: http://127.0.0.1:8000)"
     )
     add_cacert(parser)
-    parser.add_argument("--api-key", metavar="TEXT", help=f"an API key of the server (default: ${KEY_VARIABLE})")
+    parser.add_argument("--api-key", metavar="KEY", help=f"an API key of the server (default: ${KEY_VARIABLE})")
     parser.add_argument("--json", action="store_true", help="print the account as JSON")
 
 

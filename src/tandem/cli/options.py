@@ -60,6 +60,11 @@ def count(text: str) -> int:
     return number
 
 
+def metavar_of(metadata: Mapping[str, Any], kind: str) -> str:
+    """What stands for the value in the help: the unit of a field (seconds, bytes, share, file, …), or else its type."""
+    return str(metadata.get("unit") or {"str": "text", "int": "n", "float": "x"}[kind]).upper()
+
+
 def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
@@ -100,9 +105,7 @@ def _declare(f: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
         declared["type"] = str if metadata.get("unit") == "bytes" else KINDS[kind]
         if f.default is None:
             declared["type"] = OR_AUTO.get(declared["type"], declared["type"])
-        declared["metavar"] = {"str": "TEXT", "int": "N", "float": "X"}[kind]
-        if metadata.get("unit") == "bytes":
-            declared["metavar"] = "BYTES"
+        declared["metavar"] = metavar_of(metadata, kind)
     if "default" not in text:
         shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         shown = "auto" if default is None else shown

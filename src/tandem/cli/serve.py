@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from tandem.cli.options import add_settings, option_name, settings_of
+from tandem.cli.options import add_settings, metavar_of, option_name, settings_of
 from tandem.config import Settings
 from tandem.serve.guard import read_keys
 from tandem.serve.options import ServeOptions
@@ -54,13 +54,12 @@ def _declare(f: "dataclasses.Field[Any]") -> dict[str, Any]:
     declared: dict[str, Any] = {"dest": f"serve_{f.name}", "default": argparse.SUPPRESS}
     kind = str(getattr(f.type, "__name__", f.type)).split(" ")[0]
     if kind.startswith("tuple"):
-        declared |= {"action": "append", "metavar": "TEXT"}
+        declared |= {"action": "append", "metavar": metavar_of(f.metadata, "str")}
     elif kind == "bool":
         declared["action"] = argparse.BooleanOptionalAction
     else:
         declared["type"] = str if f.metadata.get("unit") == "bytes" else {"str": str, "int": int, "float": float}[kind]
-        metavar = {"str": "TEXT", "int": "N", "float": "SECONDS"}[kind]
-        declared["metavar"] = "BYTES" if f.metadata.get("unit") == "bytes" else metavar
+        declared["metavar"] = metavar_of(f.metadata, kind)
     if f.default not in (None, ()) and f.default is not dataclasses.MISSING:
         shown = {True: "on", False: "off"}.get(f.default, f.default) if isinstance(f.default, bool) else f.default
         text = f"{text} (default: {shown})"

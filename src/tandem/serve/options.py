@@ -23,23 +23,35 @@ def _option(default: Any, group: str, text: str, **more: Any) -> Any:
 class ServeOptions:
     """What an operator chooses. Times in seconds; None: no limit."""
 
-    host: str = _option("127.0.0.1", "address", "address to listen on; 0.0.0.0 or :: is open to the network")
+    host: str = _option(
+        "127.0.0.1", "address", "address to listen on; 0.0.0.0 or :: is open to the network", unit="address"
+    )
     port: int = _option(8000, "address", "port to listen on; 0 takes a free one", low=0, high=65535)
     served_model_name: tuple[str, ...] = _option(
-        (), "address", "name that clients ask for; may be given again (default: the model's own)"
+        (), "address", "name that clients ask for; may be given again (default: the model's own)", unit="name"
     )
 
     api_key_file: str | None = _option(
-        None, "security", "file of API keys, one a line; every route but /health then needs one"
+        None, "security", "file of API keys, one a line; every route but /health then needs one", unit="file"
     )
     cors_origin: tuple[str, ...] = _option(
-        (), "security", "origin whose pages may call from a browser, as https://example.org; may be given again"
+        (),
+        "security",
+        "origin whose pages may call from a browser, as https://example.org; may be given again",
+        unit="origin",
     )
     allowed_host: tuple[str, ...] = _option(
-        (), "security", "name in the Host header that requests may have beside localhost; may be given again"
+        (),
+        "security",
+        "name in the Host header that requests may have beside localhost; may be given again",
+        unit="name",
     )
-    tls_certificate: str | None = _option(None, "security", "PEM file of the certificate chain: serve HTTPS")
-    tls_key: str | None = _option(None, "security", "PEM file of the private key, if apart from the certificate")
+    tls_certificate: str | None = _option(
+        None, "security", "PEM file of the certificate chain: serve HTTPS", unit="file"
+    )
+    tls_key: str | None = _option(
+        None, "security", "PEM file of the private key, if apart from the certificate", unit="file"
+    )
 
     max_requests: int | None = _option(
         1024,
@@ -50,12 +62,22 @@ class ServeOptions:
     max_queued_tokens: int | None = _option(
         None, "limits", "most prompt tokens in the server at once, counted for each answer; more get 429", low=1
     )
-    queue_timeout: float | None = _option(None, "limits", "longest wait for a first token; then 503", low=0.001)
-    header_timeout: float = _option(
-        10.0, "limits", "longest wait for a request's header, and for a TLS handshake; then 408", low=0.01
+    queue_timeout: float | None = _option(
+        None, "limits", "longest wait for a first token; then 503", unit="seconds", low=0.001
     )
-    body_timeout: float = _option(60.0, "limits", "longest wait for a request's body; then 408", low=0.01)
-    max_time: float = _option(3600.0, "limits", "longest time of one request; a client may ask for less", low=0.001)
+    header_timeout: float = _option(
+        10.0,
+        "limits",
+        "longest wait for a request's header, and for a TLS handshake; then 408",
+        unit="seconds",
+        low=0.01,
+    )
+    body_timeout: float = _option(
+        60.0, "limits", "longest wait for a request's body; then 408", unit="seconds", low=0.01
+    )
+    max_time: float = _option(
+        3600.0, "limits", "longest time of one request; a client may ask for less", unit="seconds", low=0.001
+    )
     max_body: int = _option("4MiB", "limits", "largest request body; larger get 413", unit="bytes", low=1024)
     max_bodies: int = _option(
         "64MiB", "limits", "memory for request bodies that are read or encoded; more get 503", unit="bytes", low=1024
@@ -73,6 +95,7 @@ class ServeOptions:
         "limits",
         "share of --max-requests, --max-queued-tokens and --max-bodies that is kept for clients (API keys, or else "
         "addresses) which hold no more than that share",
+        unit="share",
         low=0.0,
         high=1.0,
     )
@@ -80,14 +103,20 @@ class ServeOptions:
         1 << 20, "limits", "most log-probabilities in one answer that is not streamed, alternatives among them", low=1
     )
 
-    keep_alive: float = _option(10.0, "life", "seconds of silence in a stream before a comment line is sent", low=0.01)
-    drain_timeout: float = _option(30.0, "life", "time that running requests have after SIGTERM", low=0)
-    stall_timeout: float = _option(60.0, "life", "a step that takes longer counts as an engine that died", low=0.05)
-    linger: float = _option(2.0, "life", "time that /health still says 503 after the engine died", low=0)
+    keep_alive: float = _option(
+        10.0, "life", "seconds of silence in a stream before a comment line is sent", unit="seconds", low=0.01
+    )
+    drain_timeout: float = _option(30.0, "life", "time that running requests have after SIGTERM", unit="seconds", low=0)
+    stall_timeout: float = _option(
+        60.0, "life", "a step that takes longer counts as an engine that died", unit="seconds", low=0.05
+    )
+    linger: float = _option(
+        2.0, "life", "time that /health still says 503 after the engine died", unit="seconds", low=0
+    )
 
     vllm_metric_names: bool = _option(False, "observing", "/metrics shows the names that vLLM's dashboards read, too")
     otlp_endpoint: str | None = _option(
-        None, "observing", "OpenTelemetry collector, as http://127.0.0.1:4318: one span a request"
+        None, "observing", "OpenTelemetry collector, as http://127.0.0.1:4318: one span a request", unit="url"
     )
 
     def __post_init__(self) -> None:
