@@ -208,7 +208,7 @@ def test_content_parts_are_joined_in_order():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     (plain,) = checked_messages([message])
-    assert plain["content"] == "" and plain["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert plain["content"] == "" and plain["tool_calls"] == [call]
     assert call["function"]["arguments"] == '{"a": 1}', "the caller's own stays as it was"
     assert checked_messages([{"role": "developer", "content": "x"}])[0]["role"] == "system"
 

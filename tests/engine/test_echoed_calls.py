@@ -1,11 +1,16 @@
 """Calls that come back in the next turn: whatever the model wrote as arguments goes into the prompt as it stands."""
 
 import json
+import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem.engine.chat import ChatTemplate
+from tandem.engine.earlier_calls import CallWay, _begun
 from tandem.engine.messages import json_of
+from tandem.errors import RequestError
 
 HERMES = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
@@ -21,6 +26,20 @@ LLAMA = (
     '{"name": "{{ c.function.name }}", "parameters": {% if c.function.arguments is string %}'
     "{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}}{% endfor %}{% endfor %}"
     "{{ tools }}"
+)
+HEAD = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}:"
+TAIL = ">{% endfor %}{% endfor %}{{ tools }}"
+TEXT = HEAD + "{{ '' + c.function.arguments }}" + TAIL
+SHOWN = HEAD + "{{ c.function.arguments }}" + TAIL
+NAMES = HEAD + "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}" + TAIL
+KEYS = HEAD + "{% for k in c.function.arguments.keys() %}{{ k }}={{ c.function.arguments[k] }};{% endfor %}" + TAIL
+SILENT = (
+    "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}[{{ m.role }}]<{{ c.function.name }}:"
+    "{{ '' + c.function.arguments }}>{% endfor %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+STERN = (
+    "{% for m in messages %}{% if m.tool_calls and (loop.last or messages[loop.index].role != 'tool') %}"
+    "{{ raise_exception('a result must follow') }}{% endif %}{% endfor %}" + TEXT
 )
 BARE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -65,3 +84,97 @@ def test_results_of_several_calls_name_theirs_where_the_template_knows_no_tools(
     assert '"id"' not in told and told.endswith("[tool]result c1")
     told = prompt(HERMES, *two, results=("c2",))  # this one has its own way
     assert told.endswith("[tool]result c2None")
+
+
+def test_the_way_of_a_template_is_found_by_trying() -> None:
+    for template, way in {
+        HERMES: CallWay(), MISTRAL: CallWay(), LLAMA: CallWay(), TEXT: CallWay(as_text=True),
+        SHOWN: CallWay(as_text=True), NAMES: CallWay(takes_text=False), KEYS: CallWay(takes_text=False),
+        SILENT: CallWay(as_text=True, needs_nothing=True), STERN: CallWay(as_text=True), BARE: None,
+        "{{ raise_exception('no') }}{{ messages[0]['tool_calls'] }}": CallWay(),
+    }.items():  # fmt: skip
+        assert ChatTemplate(template).call_way == way, template
+
+
+@pytest.mark.parametrize("template", [TEXT, SHOWN, SILENT, STERN])
+@pytest.mark.parametrize(
+    "arguments", ['{"a":"\u00e9", "b":[1e300,2]}', '{"city": "Ro', "[1,2]", '"x"', "null", "{'a': 1}"]
+)
+def test_a_template_that_puts_arguments_between_texts_gets_what_the_model_wrote(template: str, arguments: str) -> None:
+    assert f"<f:{arguments}>" in prompt(template, call(arguments), results=("c1",))
+    assert "<f:{}>" in prompt(template, call(""), results=("c1",))
+    given = {"id": "c1", "function": {"name": "f", "arguments": {"a": "\u00e9"}}}
+    assert '<f:{"a": "\u00e9"}>' in prompt(template, given, results=("c1",))
+
+
+def test_text_beside_calls_is_not_lost_where_calls_are_written_without_content_alone() -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well", "tool_calls": [call("{}")]}]
+    template = ChatTemplate(SILENT)
+    assert template.render(talk, add_generation_prompt=False) == "[user]hi[assistant]well[assistant]<f:{}>"
+    with pytest.raises(RequestError, match="cannot be continued") as refused:
+        template.render(talk, add_generation_prompt=False, continue_final_message=True)
+    assert refused.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("template", [NAMES, KEYS])
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"a": "x", "b": 2}', "a=x;b=2;"), ('{"a": "x', "a=x;"), ('{"a": "x", "b', "a=x;"), ("{", ""), ("", ""),
+        ('{"a": "x", "b": tr', "a=x;"), ('{"a": "x\\', "a=x;"), ('{"a": "x\\u00', "a=x;"), ("null", ""),
+        ('{"a": "x\\ud83d\\ud', "a=x;"), ('{"a": "x\\\\', "a=x\\;"), ('{"a": "\\"', 'a=";'), ('{"a": "x"', "a=x;"),
+        ('{"a": [1, {"b": ', "a=[1, {}];"),
+    ],
+)  # fmt: skip
+def test_a_template_that_goes_over_names_gets_those_that_came(template: str, arguments: str, told: str) -> None:
+    assert prompt(template, call(arguments)).endswith(f"<f:{told}>None")
+
+
+@pytest.mark.parametrize("template", [NAMES, KEYS])
+@pytest.mark.parametrize(
+    "arguments", ["[1,2]", "5", '"x"', "true", '{"x": NaN}', "{'a': 1}", '{"a": 1}}', "]", "x" * 500]
+)
+def test_a_template_that_goes_over_names_refuses_what_has_none_by_its_path(template: str, arguments: str) -> None:
+    with pytest.raises(RequestError, match="no JSON object") as refused:
+        prompt(template, call("{}"), call(arguments, number="c2"))
+    assert refused.value.what.startswith(f"messages[1].tool_calls[1].function.arguments is {arguments!r:.80}")
+    assert refused.value.param == "messages" and refused.value.hint and len(refused.value.what) < 300
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.text('a"\\{}[],:\u00e9\U0001f600', max_size=5)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+)
+
+
+def is_beginning(part: object, whole: object) -> bool:
+    if isinstance(whole, dict):
+        assert isinstance(part, dict)
+        part, whole = list(part.items()), list(whole.items())
+        if [key for key, _ in part] != [key for key, _ in whole[: len(part)]]:
+            return False
+        part, whole = [value for _, value in part], [value for _, value in whole]
+    if isinstance(whole, list):
+        assert isinstance(part, list)
+        return part[:-1] == whole[: len(part)][:-1] and (not part or is_beginning(part[-1], whole[len(part) - 1]))
+    return str(whole).startswith(str(part))
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=4), st.data(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_what_came_of_a_call_is_its_beginning(value: dict, data: st.DataObject, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    cut = data.draw(st.integers(1, len(text) - 1))
+    part = _begun(text[:cut])
+    assert part is not None and is_beginning(part, value), part
+    json.dumps(part, ensure_ascii=False).encode()
+    assert _begun(text) is None, "it is no beginning"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": "' + "x" * (4 << 20), '{"a": ' + '"\\"' * (1 << 20), "{" * (1 << 20), '{"a":[' + "{},1," * 60_000]
+)
+def test_a_long_beginning_takes_no_time(text: str) -> None:
+    began_s = time.thread_time()
+    _begun(text)
+    assert time.thread_time() - began_s < 1.0

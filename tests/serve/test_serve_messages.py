@@ -92,3 +92,29 @@ def test_a_schema_that_is_described_is_told_of() -> None:
         answer = served.post(RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", **form}}}).json()
         assert answer["usage"]["input_tokens"] == len("[s]Your answer has the form town: The town's size.[u]hi")
         json.loads(answer["output"][0]["content"][0]["text"])
+
+
+NAMES = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}:"
+    "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}>{% endfor %}{% endfor %}"
+)
+
+
+def test_arguments_that_the_template_cannot_write_are_refused_by_path() -> None:
+    """Even where a system message was put before the client's; what was cut short is no such thing."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}, "description": "A size."}}
+    source = {"chat_template": NAMES}
+    with serving(source=source, max_model_len=256) as served:
+        for arguments in ("[1, 2]", "5", '"x"'):
+            made = {**call(), "function": {"name": "f", "arguments": arguments}}
+            messages = [*HI, {"role": "assistant", "tool_calls": [call(), made]}]
+            for fields in ({}, {"response_format": form}):
+                error = served.refused(CHAT, {"messages": messages, **fields}, param="messages")
+                assert error["message"].startswith("messages[1].tool_calls[1].function.arguments is "), error
+                assert "no JSON object" in error["message"] and "hint: send a JSON object" in error["message"]
+            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+            error = served.refused(RESPONSES, {"input": [*HI, item]}, param="input")
+            assert error["message"].startswith("input[1].tool_calls[0].function.arguments is ")
+        cut = {**call(), "function": {"name": "f", "arguments": '{"city": "Ro'}}
+        assert prompt_of(served, [*HI, {"role": "assistant", "tool_calls": [cut]}]) == "[u]hi[a]<f:city=Ro;>"
+        served.canary()

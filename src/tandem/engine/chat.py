@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tandem.engine.earlier_calls import CallWay, handed_over, way_of
 from tandem.engine.messages import checked_messages, final_text, json_of, with_written_calls
 from tandem.errors import ModelError, RequestError
 from tandem.values import checked_items, show
@@ -96,29 +97,24 @@ class ChatTemplate:
         return _cut_at(rendered, marker) if marker else rendered
 
     @cached_property
-    def writes_calls(self) -> bool:
-        """Whether it writes an assistant's tool calls, tried out; by its words if it refuses the trial."""
-        name, value = (f"x{secrets.token_hex(8)}" for _ in range(2))
-        call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": {"x": value}}}
-        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        names = {"messages": talk, "tools": None, "documents": None, "add_generation_prompt": False}
-        try:
-            rendered = self._run({**self._tokens, **names})
-        except RequestError:
-            return "tool_calls" in self._names
-        return name in rendered and value in rendered
+    def call_way(self) -> CallWay | None:
+        """How it writes an assistant's tool calls, tried out; None: it leaves them out."""
+        names = {**self._tokens, "tools": None, "documents": None, "add_generation_prompt": False}
+        return way_of(lambda talk: self._run({**names, "messages": talk}), mentions="tool_calls" in self.source)
 
     def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same messages, calls written into their contents if the template leaves calls out."""
+        """The same messages, calls as the template takes them, or within contents if it leaves calls out."""
         place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
-        if place is None or self.writes_calls:
+        if place is None:
             return messages
+        if self.call_way is not None:
+            return list(handed_over(messages, self.call_way))
         if "tools" in self.source and "<tool_call>" not in self.source:
             raise RequestError(
                 f"messages[{place}].tool_calls: this model's chat template tells of tools, but leaves earlier calls "
                 "out.", param="messages", hint="write the calls into the content, as this model writes them.",
             )  # fmt: skip
-        return with_written_calls(messages)
+        return with_written_calls(list(handed_over(messages, CallWay())))
 
     def check_options(
         self,

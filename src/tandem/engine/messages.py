@@ -4,7 +4,6 @@ Nothing of the caller's is changed; what is returned is a copy one level deep.
 """
 
 import json
-import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -66,14 +65,21 @@ def checked_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: bo
         if calls:
             if not isinstance(calls, list | tuple):
                 raise RequestError(f"{where}.tool_calls must be a list.", param="messages")
-            copy["tool_calls"] = [_with_parsed_arguments(call, where) for call in calls]
+            copy["tool_calls"] = [
+                _checked_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)
+            ]
         plain.append(copy)
     return plain
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The content of the last message, to be continued."""
+    """The content of the last message, to be continued. Raises RequestError if it can have none."""
     content = messages[-1]["content"]
+    if content is None:
+        raise RequestError(
+            "the final message has tool calls, which this model's chat template writes only where there is no content; "
+            "it cannot be continued.", param="continue_final_message",
+        )  # fmt: skip
     assert isinstance(content, str)
     return content
 
@@ -133,30 +139,7 @@ def _text_of(message: Mapping[str, Any], where: str) -> str:
     return "".join(texts)
 
 
-def _with_parsed_arguments(call: Any, where: str) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves, so they want the object, where the API carries a string."""
+def _checked_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function", {}), Mapping):
-        raise RequestError(f"{where} has a tool call that is no object with a function.", param="messages")
-    function = dict(call.get("function", {}))
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = _arguments_of(function["arguments"])
-    return {**call, "function": function} if "function" in call else dict(call)
-
-
-def _arguments_of(text: str) -> Any:
-    """The arguments as a value; what is no JSON (a call that was cut short), or holds a number that no float can hold,
-    stays the text that the model wrote."""
-
-    def constant(name: str) -> float:
-        raise ValueError(f"{name} is no JSON")
-
-    def number(digits: str) -> float:
-        value = float(digits)
-        if math.isinf(value):
-            raise ValueError(f"{digits:.20} is too large")
-        return value
-
-    try:
-        return json.loads(text or "{}", parse_constant=constant, parse_float=number)
-    except (ValueError, RecursionError):
-        return Written(text)
+        raise RequestError(f"{where} is no object with a function.", param="messages")
+    return dict(call)

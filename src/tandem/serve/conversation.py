@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.engine.chat import ChatTemplate
 from tandem.engine.contract import Card
-from tandem.errors import RequestError
+from tandem.errors import RequestError, TandemError
 from tandem.serve.bodies import Apart
 from tandem.serve.nesting import MAX_CONTAINERS, SMALL_BYTES, check_build, check_inner
 from tandem.serve.refusals import MAX_MESSAGES, MAX_PARTS, check_count
@@ -63,6 +63,14 @@ def with_instruction(messages: Sequence[Message], text: str) -> list[Message]:
         added = f"{content}\n\n{text}" if isinstance(content, str) else [*content, f"\n\n{text}"]
         return [{**first, "content": added}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def renumbered(error: RequestError, num_before: int) -> RequestError:
+    """The same error, naming messages as the client counts them: without so many that were put before the first."""
+    if num_before and error.param == "messages":
+        what = re.sub(r"\bmessages\[(\d+)\]", lambda found: f"messages[{int(found[1]) - num_before}]", error.what)
+        TandemError.__init__(error, what, hint=error.hint)
+    return error
 
 
 @lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from tandem.request import SamplingParams
 from tandem.serve.accept import Limits, chat_params, completion_params, constraint_field
 from tandem.serve.bodies import Apart, apart_of, read_json
 from tandem.serve.calls import MISTRAL
-from tandem.serve.conversation import understood
+from tandem.serve.conversation import renumbered, understood
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
@@ -100,9 +100,11 @@ async def chat_job(
 
 async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse, apart: Apart) -> list[int]:
     continued = bool(body.continue_final_message)
+    plain = await understood(body.messages, service.engine.card, apart)
+    messages = use.messages(plain)
     try:
         return await service.engine.encode_chat(
-            use.messages(await understood(body.messages, service.engine.card, apart)),
+            messages,
             tools=use.for_template,
             executor=apart.thread,
             add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
@@ -112,7 +114,7 @@ async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse, apart:
     except RequestError as error:
         if error.param in (body.chat_template_kwargs or {}):
             error.param = "chat_template_kwargs"
-        raise
+        raise renumbered(error, len(messages) - len(plain)) from None
 
 
 def _template_values(body: ChatRequest, card: Card) -> dict[str, Any]:
