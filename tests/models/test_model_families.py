@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_driver import Paged, load_saved
+from paged_driver import Paged, load_saved, make_batch
 
 from tandem.models.decoder import Decoder
 from tandem.models.registry import spec_from_config
@@ -126,3 +126,26 @@ def test_parameters_are_counted(case: str, pairs: dict[str, tuple[Any, Decoder]]
     reference, model = pair_of(case, pairs)
     assert model.spec.num_parameters == sum(p.numel() for p in reference.parameters())
     assert model.spec == spec_from_config(reference.config.to_dict())
+
+
+@pytest.mark.parametrize("case", ["llama", "mixtral", "gemma3"])
+def test_behind_the_last_attention_only_wanted_tokens_are_computed(
+    case: str, pairs: dict[str, tuple[Any, Decoder]]
+) -> None:
+    model = pair_of(case, pairs)[1]
+    seen: list[int] = []
+    block: Any = model.blocks[-1]
+    hook = block.feed_forward.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    driver, all_at_once = Paged(model), Paged(model)
+    prompt = prompt_of(40)
+    whole_TV = all_at_once.step({0: (0, prompt)}, every=True)
+    with torch.inference_mode():
+        for start, wanted in ((0, []), (17, [0, 5, 22])):
+            tokens = prompt[start:] if wanted else prompt[start : start + 17]
+            batch = make_batch({0: (start, tokens)}, driver.tables_SB, driver.block_size)
+            batch.sampled_R = torch.tensor(wanted, dtype=torch.int64)
+            hidden_RE = model(batch, driver.cache, driver.backend)
+            assert hidden_RE.shape == (len(wanted), model.spec.hidden_size)
+    hook.remove()
+    assert seen == [40, 3]  # nothing at all where no token is wanted
+    torch.testing.assert_close(model.logits(hidden_RE), whole_TV[[17, 22, 39]], rtol=1e-4, atol=1e-4)

@@ -29,12 +29,18 @@ class Attention(nn.Module):
         self.cos_sin_LD = cos_sin_LD
 
     def forward(
-        self, hidden_TE: Tensor, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor, backend: AttentionBackend
-    ) -> Tensor:
-        """[T, E] → [T, E], or partial sums of it (see Linear.forward_parts)."""
+        self, hidden_TE: Tensor, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor, backend: AttentionBackend,
+        wanted_R: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[T, E] → [T, E], or partial sums of it (see Linear.forward_parts); wanted_R: of these tokens only, [R, E].
+
+        Keys and values of all tokens are written in any case.
+        """
         queries_THD = kernels.norm_rope_store(
             self.qkv.forward_parts(hidden_TE), batch.positions_T, self.cos_sin_LD, batch.slots_T, keys_NPKD,
             values_NPKD, self.shape.num_heads, self.query_norm_D, self.key_norm_D, self.eps,
         )  # fmt: skip
-        attended_THD = backend.attend(queries_THD, keys_NPKD, values_NPKD, batch, self.shape)
-        return self.output.forward_parts(attended_THD.flatten(1))
+        if wanted_R is not None and not len(wanted_R):
+            return hidden_TE[:0]
+        attended_TF = backend.attend(queries_THD, keys_NPKD, values_NPKD, batch, self.shape).flatten(1)
+        return self.output.forward_parts(attended_TF if wanted_R is None else attended_TF.index_select(0, wanted_R))

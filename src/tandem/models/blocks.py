@@ -53,10 +53,18 @@ class Block(nn.Module):
 
     def forward(
         self, hidden_TE: Tensor, residual_TE: Tensor | None, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor,
-        backend: AttentionBackend,
+        backend: AttentionBackend, wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """wanted_R: the tokens that go on behind attention; of the others keys and values are written, no more."""
         hidden_TE, residual_TE = self.norms[0].add(hidden_TE, residual_TE)
-        hidden_TE = self.attention(hidden_TE, batch, keys_NPKD, values_NPKD, backend)
+        hidden_TE = self.attention(hidden_TE, batch, keys_NPKD, values_NPKD, backend, wanted_R)
+        if wanted_R is not None:
+            residual_TE = residual_TE.index_select(0, wanted_R)
+            if not len(wanted_R):
+                return hidden_TE, residual_TE
+        return self._feed(hidden_TE, residual_TE)
+
+    def _feed(self, hidden_TE: Tensor, residual_TE: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TE, residual_TE = self.norms[1].add(hidden_TE, residual_TE)
         return self.feed_forward(hidden_TE), residual_TE
 
@@ -89,12 +97,7 @@ class SandwichBlock(Block):
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     )  # fmt: skip
 
-    def forward(
-        self, hidden_TE: Tensor, residual_TE: Tensor | None, batch: Batch, keys_NPKD: Tensor, values_NPKD: Tensor,
-        backend: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        hidden_TE, residual_TE = self.norms[0].add(hidden_TE, residual_TE)
-        hidden_TE = self.attention(hidden_TE, batch, keys_NPKD, values_NPKD, backend)
+    def _feed(self, hidden_TE: Tensor, residual_TE: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TE = self.norms[1](whole_sum(hidden_TE, residual_TE.dtype))
         hidden_TE, residual_TE = self.norms[2].add(hidden_TE, residual_TE)
         return self.norms[3](whole_sum(self.feed_forward(hidden_TE), residual_TE.dtype)), residual_TE

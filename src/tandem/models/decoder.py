@@ -1,6 +1,7 @@
 """A decoder-only transformer over a paged cache. It knows blocks and tensor names; not files, plans or devices.
 
-One step: ids → embedding → blocks → final norm (of the sampled rows only) → hidden; logits on demand.
+One step: ids → embedding → blocks → final norm → hidden; logits on demand. Behind the attention of the last block there
+are only the tokens whose logits are wanted.
 """
 
 import re
@@ -60,13 +61,13 @@ class Decoder(nn.Module):
         if self.spec.embedding_scale != 1.0:
             hidden_TE = hidden_TE * self.embedding_scale
         residual_TE: Tensor | None = None
-        for block, keys_NPKD, values_NPKD in zip(self.blocks, cache.keys, cache.values, strict=True):
-            hidden_TE, residual_TE = block(hidden_TE, residual_TE, batch, keys_NPKD, values_NPKD, backend)
+        last = len(self.blocks) - 1
+        for layer, block in enumerate(self.blocks):
+            hidden_TE, residual_TE = block(
+                hidden_TE, residual_TE, batch, cache.keys[layer], cache.values[layer], backend,
+                wanted_R=batch.sampled_R if layer == last else None,
+            )  # fmt: skip
         assert residual_TE is not None
-        if batch.sampled_R is not None:
-            # The second last dimension: hidden may be partial sums, [parts, T, E].
-            hidden_TE = hidden_TE.index_select(-2, batch.sampled_R)
-            residual_TE = residual_TE.index_select(0, batch.sampled_R)
         return self.norm.add(hidden_TE, residual_TE)[0]
 
     def logits(self, hidden_RE: Tensor, as_computed: bool = False) -> Tensor:

@@ -95,10 +95,11 @@ def list_kernels(spec: ModelSpec, settings: Settings, num_tokens: int | None = N
 
 
 def _few_layers(spec: ModelSpec) -> ModelSpec:
-    """The same with the first layers only: as many as have one of every kind, and a second one."""
+    """The same with the first layers only: one of every kind, a second one, and a last one, where tokens are fewer."""
     mixtures = spec.mixture.layers if spec.mixture is not None else frozenset()
     kinds = [(layer in spec.sliding, layer in mixtures) for layer in range(spec.num_layers)]
-    return dataclasses.replace(spec, num_layers=max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
+    first_of_each = (kinds.index(kind) for kind in set(kinds))
+    return dataclasses.replace(spec, num_layers=min(spec.num_layers, max(1, *first_of_each) + 2))
 
 
 def _runner(
