@@ -124,6 +124,42 @@ def test_others_have_their_turn_while_lists_are_written() -> None:
     assert values == [[i] * 20 for i in range(10_000)] and num >= 200_000 // written.SLICE
 
 
+@pytest.mark.parametrize(("num_streams", "size"), [(8, written.STREAM_SLICE), (6, None)])
+def test_many_answers_share_the_slices_of_a_turn(num_streams: int, size: int | None) -> None:
+    """Not a slice for each in every turn; all get on alike, and who leaves holds nobody up."""
+    in_turns: list[int] = []
+    order: list[int] = []
+
+    async def write(number: int) -> None:
+        turns, left = written.Turns(size), 12 * (size or written.SLICE)
+        while left > 0:
+            await turns.ready()
+            in_turns[-1] += 256
+            order.append(number)
+            left -= 256
+            await turns.done(256)
+
+    async def main() -> None:
+        in_turns.append(0)
+        tasks = [asyncio.create_task(write(number)) for number in range(num_streams)]
+        leaver = asyncio.create_task(write(-1))
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            in_turns.append(0)
+            if len(in_turns) == 5:
+                leaver.cancel()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert max(in_turns) <= written.MAX_IN_TURN + (size or written.SLICE)
+    assert sum(map(bool, in_turns)) >= num_streams * 12 * (size or written.SLICE) // (
+        written.MAX_IN_TURN + written.SLICE
+    )
+    half = order[: len(order) // 2]
+    shares = [half.count(number) for number in range(num_streams)]
+    assert max(shares) - min(shares) <= 2 * (size or written.SLICE) // 256, shares
+
+
 def test_a_whole_answer_that_cannot_be_written_counts_as_failed(null: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(null.service.ended)
     monkeypatch.setattr(shapes.ChatReply, "answer", lambda self, choice: {"message": object()})

@@ -175,11 +175,14 @@ class Reply:
                 for i, piece in enumerate(pieces):
                     last = update if i == len(pieces) - 1 else None
                     num_values = len(last.logprobs or ()) * (1 + MAX_LOGPROBS) if last and self.show.logprobs else 0
+                    if num_values:
+                        await turns.ready()
                     if num_values > STREAM_SLICE:
                         yield await self._large_event(choice, piece, update, turns)
                     else:
                         yield self._event(choice, piece, last)
-                        await turns.done(num_values)
+                        if num_values:
+                            await turns.done(num_values)
                     choice.started = True
                 if choice.plain is None and choice.started and choice.token_ids:
                     choice.plain = self._plain(choice)

@@ -4,8 +4,10 @@ It knows JSON and the loop; it does not know what an answer says. A part may sta
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import orjson
 from starlette.responses import Response
@@ -15,24 +17,84 @@ Item = TypeVar("Item")
 Parts = list[bytes]
 # Numbers and strings written between two turns of the loop: some 10 ms of work.
 SLICE = 8192
-# The same in a stream: many of them are at it in one turn.
+# The same in a stream, whose events are small: some 3 ms.
 STREAM_SLICE = 1024
+# Behind so many values nobody begins another slice in this turn of the loop.
+MAX_IN_TURN = 2048
 PIECE_BYTES = 1 << 18
 
 
 class Turns:
-    """Gives the loop its turn whenever a slice of work has been done. size: values in a slice; None: SLICE."""
+    """Gives the loop its turn whenever a slice of work has been done. size: values in a slice; None: SLICE.
+
+    Slices of all answers together are few enough in a turn of the loop; who has to wait is next in the order of coming.
+    """
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size or SLICE
         self._num_values = 0
+        self._shared: _Shared | None = None
+
+    async def ready(self) -> None:
+        """Before something is written: wait until the loop's turn has room for it."""
+        if self._shared is None:
+            self._shared = _shared.setdefault(asyncio.get_running_loop(), _Shared())
+        if self._shared.is_full:
+            await self._shared.wait(self.size)
 
     async def done(self, num_values: int) -> None:
         """So many values have been written."""
+        if self._shared is None:
+            await self.ready()
+        assert self._shared is not None
+        self._shared.spend(num_values)
         self._num_values += num_values
         if self._num_values > self.size - num_values:  # as many once more would be too many
             self._num_values = 0
-            await asyncio.sleep(0)
+            await self._shared.wait(self.size)
+
+
+class _Shared:
+    """What all answers write in one turn of an event loop. size: values that a slice may have."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._is_due = False
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._waiting) or self._num_values >= MAX_IN_TURN
+
+    def spend(self, num_values: int) -> None:
+        self._num_values += num_values
+        self._see_to_it()
+
+    async def wait(self, size: int) -> None:
+        """Until a later turn, behind those who wait already."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((future, size))
+        self._see_to_it()
+        await future
+
+    def _see_to_it(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._is_due, self._num_values = False, 0
+        num_expected = 0
+        while self._waiting and num_expected < MAX_IN_TURN:
+            future, size = self._waiting.popleft()
+            if not future.done():  # cancelled
+                future.set_result(None)
+                num_expected += size
+        if num_expected:
+            self._see_to_it()
+
+
+_shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared]" = WeakKeyDictionary()
 
 
 async def written_lists(
