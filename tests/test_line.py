@@ -31,6 +31,15 @@ def test_the_last_quarter_is_for_clients_with_less_of_it() -> None:
     assert [line.limit_of(client, 16) for client in "abc"] == [16, 12, 16]
 
 
+def test_who_comes_during_a_turn_stands_before_whose_it_was() -> None:
+    line = line_of("aaa")
+    line.popleft()
+    line.append(Item("b", 3))
+    line.put_last("a")
+    line.put_last("c")
+    assert "".join(line.popleft().client for _ in range(3)) == "baa"
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["append", "pop", "remove"])), max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_each_comes_once_and_a_client_s_own_in_order(actions: list[tuple[str, str]]) -> None:

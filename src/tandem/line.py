@@ -48,6 +48,11 @@ class Line(Generic[Item]):
         self._num -= 1
         return items.popleft()
 
+    def put_last(self, client: str) -> None:
+        """Its turn took time and is over: those who came meanwhile stand before it."""
+        if client in self._clients:
+            self._clients.move_to_end(client)
+
     def remove(self, item: Item) -> None:
         items = self._clients[item.client]
         items.remove(item)

@@ -80,7 +80,7 @@ def test_clients_take_turns() -> None:
     async def test() -> None:
         whom = [("a", BIG)] * 5 + [("b", SMALL), ("c", BIG), ("b", SMALL)]
         async with in_line(Bodies(), *whom) as asking:
-            assert await order_of(asking) == [0, 1, 5, 6, 2, 7, 3, 4]
+            assert await order_of(asking) == [0, 5, 6, 1, 7, 2, 3, 4]
 
     run(test())
 
@@ -90,7 +90,7 @@ def test_a_smaller_body_of_the_same_client_waits_for_one_larger_one_alone() -> N
 
     async def test() -> None:
         async with in_line(Bodies(), *[("a", BIG)] * 5, ("a", SMALL), ("a", SMALL)) as asking:
-            assert (await order_of(asking)) == [0, 1, 5, 2, 6, 3, 4]
+            assert await order_of(asking) == [0, 5, 1, 6, 2, 3, 4]
 
     run(test())
 
@@ -253,7 +253,7 @@ def test_an_honest_body_waits_for_one_of_twelve_connections(keyed: Served, monke
         before = len(decoded)
         answer = keyed.post(CHAT, content=filled("honest"), headers={**JSON, "authorization": "Bearer other"})
         passed = next(place for place, raw in enumerate(decoded) if b"honest" in raw) - before
-        assert answer.status_code == 200 and passed <= 3, f"{passed} bodies had their turn before"
+        assert answer.status_code == 200 and passed <= 2, f"{passed} bodies had their turn before"
         assert {future.result().status_code for future in crowd} == {200}
     keyed.at_rest()
 

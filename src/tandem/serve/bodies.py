@@ -120,14 +120,16 @@ class Bodies:
 
     def release(self, scope: Scope) -> None:
         """Give back what a request has claimed, and its turn or its place in line. Idempotent."""
-        num_bytes, turn = scope.pop(CLAIM, 0), scope.pop(TURN, None)
+        num_bytes: int = scope.pop(CLAIM, 0)
+        turn: Turn | None = scope.pop(TURN, None)
         self.num_bytes -= num_bytes
         if num_bytes:
             _take(self.held, client_of(scope), num_bytes)
         if turn is None:
             return
-        if turn is self.turn:
+        if self.turn is turn:
             self.turn = None
+            self.line.put_last(turn.client)
             self._next()
         else:
             self.line.remove(turn)
