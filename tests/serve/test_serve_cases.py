@@ -156,7 +156,7 @@ def body_of(path: str, text: str, **fields) -> dict:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 def test_the_smaller_priority_goes_first(path: str) -> None:
     with serving(policy="priority", max_num_seqs=1, step_s=0.01, max_model_len=512) as served:
-        body = {"prompt": "busy", "max_tokens": 40, "ignore_eos": True, "priority": -9}
+        body = {"prompt": "busy", "max_tokens": 100, "ignore_eos": True, "priority": -9}
         ended: list[int] = []
 
         def ask(priority: int) -> None:

@@ -1,10 +1,12 @@
 """Client libraries in wide use drive the server: openai, langchain-openai, litellm, instructor."""
 
 import asyncio
+import contextlib
 import json
 import os
+import socket
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -23,6 +25,31 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Th
 class Town(BaseModel):
     size: Literal[1, 2]
     kind: Literal["city", "village"]
+
+
+@pytest.fixture(autouse=True)
+def no_connection_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A library that keeps its client for ever is given ours, or told to close: else a socket is open at the end."""
+    if "model" not in request.fixturenames:
+        yield
+        return
+    port = int(request.getfixturevalue("model").url.rsplit(":", 1)[1])
+    before = connections_to(port)
+    yield
+    assert connections_to(port) <= before
+
+
+def connections_to(port: int) -> set[int]:
+    """Our own ports of this process' connections to the port."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family == socket.AF_INET and connection.getpeername()[1] == port:
+                    found.add(connection.getsockname()[1])
+    return found
 
 
 @pytest.fixture
@@ -209,7 +236,6 @@ def test_c14_the_sdk_sees_no_keep_alive() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_langchain(model: Served) -> None:
     chat_models = pytest.importorskip("langchain_openai")
-    from langchain_core.messages import AIMessage, HumanMessage
 
     llm = chat_models.ChatOpenAI(
         base_url=f"{model.url}/v1",
@@ -220,6 +246,15 @@ def test_langchain(model: Served) -> None:
         stream_usage=True,
         max_retries=0,
     )
+    try:
+        drive_langchain(llm)
+    finally:
+        llm.root_client.close()  # the library keeps it for other models of the same server
+
+
+def drive_langchain(llm: Any) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage
+
     answer = llm.invoke("Say hello.", max_tokens=8)
     assert answer.content and answer.usage_metadata["output_tokens"] > 0
     chunks = list(llm.stream("Say hello.", max_tokens=8))
@@ -238,13 +273,14 @@ def test_langchain(model: Served) -> None:
 
 @pytest.mark.model
 @pytest.mark.filterwarnings("ignore")
-def test_litellm(model: Served) -> None:
+def test_litellm(model: Served, client: OpenAI) -> None:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network first
     litellm = pytest.importorskip("litellm")
     options = {
         "model": "openai/tiny",
         "api_base": f"{model.url}/v1",
         "api_key": "none",
+        "client": client,
         "temperature": 0,
         "max_tokens": 40,
     }
