@@ -86,3 +86,33 @@ def test_known_ids_are_those_of_the_tokenizer() -> None:
     assert num_known_ids(byte_tokenizer_json()) == 259
     document = {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"id": 7}]}
     assert num_known_ids(json.dumps(document)) == 8
+
+
+def test_weights_that_do_not_fit_are_told_with_what_would() -> None:
+    """Not "kv_cache_memory is 0", which nobody set."""
+    for free_bytes in (10 * GIB, 14 * GIB, 2 * LLAMA_8B.num_parameters):
+        with pytest.raises(DeviceMemoryError, match=r"8.03 billion parameters in bfloat16, take 14.96 GiB") as caught:
+            facts(LLAMA_8B, "cuda", free_bytes)
+        assert f"the device has {free_bytes / GIB:.2f} GiB" in caught.value.what
+        assert "less than" in str(caught.value.hint) and "dtype" not in str(caught.value.hint)
+    with pytest.raises(DeviceMemoryError, match=r"in float32, take 29.92 GiB; the machine has 20.00 GiB") as caught:
+        facts(LLAMA_8B, "cpu", 20 * GIB)
+    assert "set dtype to bfloat16, in which they take 14.96 GiB" in str(caught.value.hint)
+    halved = facts_of(LLAMA_8B, "cpu", "a device", 20 * GIB, "bfloat16")
+    assert halved.free_bytes == 20 * GIB - 2 * LLAMA_8B.num_parameters
+
+
+def test_only_memory_that_exists_is_advised() -> None:
+    weights = 2 * LLAMA_8B.num_parameters
+    with pytest.raises(DeviceMemoryError, match=r"0.00 GiB are free") as caught:
+        fit_cache(Settings().resolve(facts(LLAMA_8B, "cuda", weights + (1 << 20))), LLAMA_8B)
+    assert "17179869184" not in str(caught.value) and "smaller model" in str(caught.value.hint)
+    asked = Settings(max_model_len=100_000)
+    with pytest.raises(DeviceMemoryError) as caught:
+        fit_cache(asked.resolve(facts(LLAMA_8B, "cpu", 2 * weights + 8 * GIB)), LLAMA_8B)
+    most = 8 * GIB // (16 * 2 * 32 * 8 * 128 * 4) * 16
+    assert f"max_model_len to {most}, the most that fits" in str(caught.value.hint)
+    fit_cache(
+        Settings(max_model_len=most, kv_cache_memory=8 * GIB).resolve(facts(LLAMA_8B, "cpu", 2 * weights + 8 * GIB)),
+        LLAMA_8B,
+    )

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tandem.config import Facts, Resolved, Settings
+from tandem.config import Resolved, Settings
 from tandem.engine import sizing
 from tandem.engine.admission import Errand
 from tandem.engine.contract import Card, Mailbox
@@ -153,7 +153,7 @@ def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda tex
     with _compiling(settings, spec, shape, source) as compiling:
         with _timed(phases_s, "device"):
             device = settings.device or best_device()
-            resolved = settings.resolve(_facts(shape, device))
+            resolved = settings.resolve(sizing.device_facts(shape, device, settings.dtype))
         if device != "cuda":  # there the runner measures what is free
             resolved = sizing.fit_cache(resolved, shape)
         on_phase(f"loading {source.name} on {device}")
@@ -184,7 +184,7 @@ def describe(
     bare = dataclasses.replace(settings, load_format="random") if settings.load_format == "auto" else settings
     source = _locate(bare, device, on_phase)
     _, shape = _shape(source, device)
-    resolved = sizing.fit_cache(settings.resolve(_facts(shape, device)), shape)
+    resolved = sizing.fit_cache(settings.resolve(sizing.device_facts(shape, device, settings.dtype)), shape)
     num_blocks = (resolved.settings.kv_cache_memory or 0) // sizing.block_bytes_of(resolved.settings, shape)
     resolved = sizing.fit_length(resolved, num_blocks)
     chosen = resolved.settings
@@ -213,7 +213,7 @@ def _compiling(settings: Settings, spec: Any, shape: Shape, source: ModelSource)
             from tandem.runner.variants import start_compiling
 
             with suppress(SettingError):  # told when the facts are known
-                resolved = settings.resolve(sizing.facts_of(shape, "cuda", "", ANY_BYTES))
+                resolved = settings.resolve(sizing.facts_of(shape, "cuda", "", ANY_BYTES, settings.dtype))
                 found = start_compiling(spec, resolved.settings, sizing.num_known_ids(source.tokenizer_json))
     try:
         yield found
@@ -280,17 +280,6 @@ def _shape(source: ModelSource, device: str | None) -> tuple[Any, Shape]:
     return spec, Shape(
         spec.num_logits, spec.max_length, spec.num_parameters, spec.kv_bytes_per_token(1), spec.dtype
     )  # fmt: skip
-
-
-def _facts(shape: Shape, device: str) -> Facts:
-    if device != "cuda":
-        return sizing.facts_of(shape, device)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SettingError("device is cuda, but PyTorch finds no CUDA device.", hint="use --device cpu.")
-    free_bytes, _ = torch.cuda.mem_get_info()
-    return sizing.facts_of(shape, device, torch.cuda.get_device_name(), free_bytes)
 
 
 def _runner(

@@ -7,10 +7,11 @@ import platform
 from typing import Any
 
 from tandem.config import Facts, Resolved, Settings
-from tandem.errors import DeviceMemoryError
+from tandem.errors import DeviceMemoryError, SettingError
 from tandem.runner.contract import RunnerFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LEAST_BYTES = 1 << 16  # left beside the weights, so that something can be said of the KV cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,21 +29,60 @@ class Shape:
     dtype: str | None = None
 
 
-def facts_of(shape: Shape, device: str, device_name: str | None = None, device_bytes: int | None = None) -> Facts:
-    """The facts for Settings.resolve. device_bytes: free memory of a device that is not the host."""
-    own = DTYPE_BYTES[shape.dtype or "float32"]
-    each = own if device == "cuda" else DTYPE_BYTES["float32"]
+def facts_of(
+    shape: Shape,
+    device: str,
+    device_name: str | None = None,
+    device_bytes: int | None = None,
+    dtype: str | None = None,
+) -> Facts:
+    """The facts for Settings.resolve. Raises DeviceMemoryError if the weights are larger than the free memory.
+
+    device_bytes   free memory of a device that is not the host.
+    dtype          what was asked for; None is the default of the device.
+    """
+    chosen = dtype or (shape.dtype if device == "cuda" else None) or "float32"
+    each = DTYPE_BYTES[chosen]
     free_bytes = free_host_bytes() if device_bytes is None else device_bytes
+    if shape.num_parameters * each > free_bytes - LEAST_BYTES:
+        raise _weights_too_large(shape, device, chosen, free_bytes)
     return Facts(
         device=device,
         device_name=device_name or host_name(),
         cores=num_cores(),
-        free_bytes=max(0, free_bytes - shape.num_parameters * each),
+        free_bytes=free_bytes - shape.num_parameters * each,
         context_length=shape.max_length,
         num_parameters=shape.num_parameters,
         kv_bytes_per_token=shape.kv_elements_per_token * each,
         model_dtype=shape.dtype,
     )
+
+
+def _weights_too_large(shape: Shape, device: str, dtype: str, free_bytes: int) -> DeviceMemoryError:
+    place = "the device" if device == "cuda" else "the machine"
+    half_bytes = shape.num_parameters * DTYPE_BYTES["bfloat16"]
+    largest = free_bytes / DTYPE_BYTES["bfloat16"] / 1e9
+    hint = f"take a model of less than {largest:.1f} billion parameters, or free memory of other processes."
+    if DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"] and half_bytes < free_bytes:
+        hint = f"set dtype to bfloat16, in which they take {_gib(half_bytes)}, or {hint}"
+    return DeviceMemoryError(
+        f"the weights, {shape.num_parameters / 1e9:.2f} billion parameters in {dtype}, take "
+        f"{_gib(shape.num_parameters * DTYPE_BYTES[dtype])}; {place} has {_gib(free_bytes)} of memory free.",
+        hint=hint,
+    )
+
+
+def device_facts(shape: Shape, device: str, dtype: str | None = None) -> Facts:
+    """The facts of this machine's cpu, cuda or null device. Raises SettingError if it has no such device."""
+    if device != "cuda":
+        return facts_of(shape, device, dtype=dtype)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SettingError("device is cuda, but PyTorch finds no CUDA device.", hint="use --device cpu.")
+    free_bytes, _ = torch.cuda.mem_get_info()
+    free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # kept by this process, and unused
+    return facts_of(shape, device, torch.cuda.get_device_name(), free_bytes, dtype)
 
 
 def estimate_max_batch_tokens(resolved: Resolved, shape: Shape) -> int:
@@ -108,14 +148,37 @@ def fit_length(resolved: Resolved, num_blocks: int, block_bytes: int | None = No
     if capacity >= wanted:
         return resolved
     if num_blocks == 0 or resolved.reasons["max_model_len"] == "asked":
-        needed = -(-wanted // settings.block_size)
-        more = f"at least {needed * block_bytes}" if block_bytes else f"what {needed} blocks take"
-        lower = f", or lower max_model_len to {capacity}" if num_blocks else ""
+        free_bytes = resolved.facts.free_bytes
+        beside = f" Beside the weights {_gib(free_bytes)} are free." if block_bytes else ""
         raise DeviceMemoryError(
-            f"the KV cache holds {num_blocks} blocks, {capacity} tokens; max_model_len is {wanted}.",
-            hint=f"set kv_cache_memory to {more}{lower}.",
+            f"the KV cache holds {num_blocks} blocks, {capacity} tokens; max_model_len is {wanted}.{beside}",
+            hint=_what_fits(resolved, capacity, block_bytes),
         )
     return change(resolved, "max_model_len", capacity, f"what the KV cache holds; the model's context is {wanted}")
+
+
+def _what_fits(resolved: Resolved, capacity: int, block_bytes: int | None) -> str:
+    """What to change so that a request of max_model_len fits; only figures that the free memory has."""
+    settings, facts = resolved.settings, resolved.facts
+    needed = -(-(settings.max_model_len or 1) // settings.block_size)
+    lower = f"lower max_model_len to {capacity}" if capacity else ""
+    if block_bytes is None:
+        if resolved.reasons["kv_cache_memory"] == "asked":
+            more = f"set kv_cache_memory to what {needed} blocks take"
+        else:
+            more = f"raise gpu_memory_utilization, {settings.gpu_memory_utilization}"
+    else:
+        most = facts.free_bytes // block_bytes
+        more = f"set kv_cache_memory to at least {needed * block_bytes}" if needed <= most else ""
+        if not more and most * settings.block_size > capacity:
+            larger = f"set kv_cache_memory to {most * block_bytes} and max_model_len to {most * settings.block_size}"
+            more = f"{larger}, the most that fits"
+    if more or lower:
+        return ", or ".join(part for part in (more, lower) if part) + "."
+    half = "a dtype of fewer bytes, " if DTYPE_BYTES[settings.dtype or "float32"] > 2 else ""
+    return (
+        f"a block of {settings.block_size} tokens takes {block_bytes} bytes: take {half}a smaller model or block_size."
+    )
 
 
 def change(resolved: Resolved, name: str, value: Any, reason: str) -> Resolved:
