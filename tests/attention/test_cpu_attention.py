@@ -81,6 +81,30 @@ def test_large_groups(window: int | None, softcap: float | None, monkeypatch: py
     agree([(9, 1)], shape_of(9, 3, window=window, softcap=softcap), 5)
 
 
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("limit_bytes", [cpu.PRODUCTS_LIMIT_BYTES, 0])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("block_size", [16, 1, 5])
+def test_what_is_left_of_others_in_the_cache_reaches_nobody(
+    name: str, limit_bytes: int, window: int | None, softcap: float | None, block_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """NaN in every slot that belongs to none of the requests, behind the ends of tables and of last blocks too."""
+    monkeypatch.setattr(cpu, "PRODUCTS_LIMIT_BYTES", limit_bytes)
+    shape = shape_of(window=window, softcap=softcap)
+    queries_THD, keys_NPKD, values_NPKD, batch = make([(90, 1), (2, 1), *MIXED], shape, block_size)
+    expected = ReferenceAttention().attend(queries_THD, keys_NPKD, values_NPKD, batch, shape)
+    is_own_NP = torch.zeros(keys_NPKD.shape[:2], dtype=torch.bool)
+    for table_B, length in zip(batch.tables_SB, batch.lengths_S.tolist(), strict=True):
+        place = torch.arange(length)
+        is_own_NP[table_B[place // block_size].long(), place % block_size] = True
+    for cache_NPKD in (keys_NPKD, values_NPKD):
+        cache_NPKD[~is_own_NP] = torch.nan
+    found = attention_backend(name, "cpu").attend(queries_THD, keys_NPKD, values_NPKD, batch, shape)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (8, 4), (9, 3), (16, 1)])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_head_groups_and_dimensions(heads: int, kv_heads: int, dim: int) -> None:

@@ -4,6 +4,10 @@ Decodes are gathered to dense keys and values, several requests at once, and att
 share a KV head stand as the query rows of that head, so nothing is repeated. Requests of very different lengths go in
 groups, so that a long one does not pad the short ones. Longer spans are attended one by one.
 
+What lies behind a request's end in its last block, or in the blocks that pad its table, is whatever was there before,
+NaN too, which a mask on the scores would not keep out (0 · NaN is NaN). So the gathered copies hold none of it: padding
+is taken from the request's own first block, and what is left is zeroed.
+
 While a group is small, batched products beat SDPA, which is slow for few query rows: their keys are gathered head by
 head, as [S·K, L, D]. Such short copies lose to whole blocks once the keys leave the processor's cache.
 """
@@ -30,6 +34,7 @@ class _Group:
     mask_S11L  the positions that each sees; None: all of them.
     lines_X    where [S·K, L] keys lie in a cache seen as lines of D; None: too many for batched products.
     bias_Y1L   the mask as something to add, [S·K, 1, L]; of one zero if there is none.
+    stale_X    gathered positions that are none of the request's, to be zeroed where whole blocks are gathered.
     """
 
     rows: slice | Tensor
@@ -39,6 +44,7 @@ class _Group:
     mask_S11L: Tensor | None
     lines_X: Tensor | None
     bias_Y1L: Tensor
+    stale_X: Tensor | None
 
 
 @dataclass(slots=True)
@@ -91,8 +97,8 @@ def _attend_group(
     if group.lines_X is not None:
         return _attend_by_products(queries_SHD, keys_NPKD, values_NPKD, group, shape)
     shared = (group.num_rows, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
-    keys_SKLD = _gather(keys_NPKD, group.blocks_C, group.num_rows, group.length)
-    values_SKLD = _gather(values_NPKD, group.blocks_C, group.num_rows, group.length)
+    keys_SKLD = _gather(keys_NPKD, group.blocks_C, group.num_rows, group.length, group.stale_X)
+    values_SKLD = _gather(values_NPKD, group.blocks_C, group.num_rows, group.length, group.stale_X)
     attended_SKGD = _attend(queries_SHD.view(shared), keys_SKLD, values_SKLD, group.mask_S11L, shape)
     return attended_SKGD.reshape(queries_SHD.shape)
 
@@ -145,9 +151,12 @@ def _attend(
     return (scores.softmax(dim=-1) @ values.float()).to(queries.dtype)
 
 
-def _gather(cache_NPKD: Tensor, blocks_C: Tensor, num_rows: int, length: int) -> Tensor:
-    """Blocks of several requests, one behind another → [S, K, length, D], a view of dense memory."""
-    dense_SLKD = cache_NPKD.index_select(0, blocks_C).view(num_rows, -1, *cache_NPKD.shape[2:])
+def _gather(cache_NPKD: Tensor, blocks_C: Tensor, num_rows: int, length: int, stale_X: Tensor | None = None) -> Tensor:
+    """Blocks of several requests, one behind another → [S, K, length, D], a view of dense memory; zeros at stale_X."""
+    dense_CPKD = cache_NPKD.index_select(0, blocks_C)
+    if stale_X is not None:
+        dense_CPKD.flatten(0, 1).index_fill_(0, stale_X, 0.0)
+    dense_SLKD = dense_CPKD.view(num_rows, -1, *cache_NPKD.shape[2:])
     return dense_SLKD[:, :length].transpose(1, 2)
 
 
@@ -207,13 +216,9 @@ def _group(batch: Batch, members: list[tuple[int, int]], keys_NPKD: Tensor, wind
     longest = int(seen_S.max())
     in_order = spans == list(range(len(spans)))
     rows: slice | Tensor = slice(0, len(spans)) if in_order else torch.tensor(spans)
-    columns = torch.arange(-(-longest // block_size))
-    tables_SB = batch.tables_SB[rows]
-    if window is None:
-        blocks_C = tables_SB[:, : len(columns)].reshape(-1)
-    else:
-        last = batch.tables_SB.shape[1] - 1
-        blocks_C = tables_SB.gather(1, (firsts_S[:, None] + columns).clamp(max=last)).reshape(-1)
+    places_SB, stale_X = _places(seen_S, -(-longest // block_size), block_size)
+    last = batch.tables_SB.shape[1] - 1
+    blocks_C = batch.tables_SB[rows].gather(1, (firsts_S[:, None] + places_SB).clamp(max=last)).reshape(-1)
     mask_S11L = None
     positions_SL = (firsts_S * block_size)[:, None] + torch.arange(longest)
     seen_SL = positions_SL < lengths_S[:, None]
@@ -222,18 +227,30 @@ def _group(batch: Batch, members: list[tuple[int, int]], keys_NPKD: Tensor, wind
     if not bool(seen_SL.all()):
         mask_S11L = seen_SL[:, None, None]
     blocks_C = blocks_C.long()
-    lines_X = _lines(blocks_C, len(spans), longest, keys_NPKD)
-    return _Group(rows, len(spans), blocks_C, longest, mask_S11L, lines_X, _bias(mask_S11L, keys_NPKD))
+    lines_X = _lines(blocks_C, seen_S, longest, keys_NPKD)
+    return _Group(rows, len(spans), blocks_C, longest, mask_S11L, lines_X, _bias(mask_S11L, keys_NPKD), stale_X)
 
 
-def _lines(blocks_C: Tensor, num_rows: int, length: int, keys_NPKD: Tensor) -> Tensor | None:
-    """Line of each key in keys seen as [N·P·K, D], flat, in the order [S, K, L]."""
+def _places(seen_S: Tensor, num_columns: int, block_size: int) -> tuple[Tensor, Tensor | None]:
+    """Which of its blocks a request has in each column, the first instead of any behind its last, and what is stale."""
+    columns = torch.arange(num_columns)
+    is_own_SB = columns * block_size < seen_S[:, None]
+    places_SB = torch.where(is_own_SB, columns, 0)
+    stale_SBP = places_SB[..., None] * block_size + torch.arange(block_size) >= seen_S[:, None, None]
+    stale_X = stale_SBP.flatten().nonzero()[:, 0]
+    return places_SB, stale_X if len(stale_X) else None
+
+
+def _lines(blocks_C: Tensor, seen_S: Tensor, length: int, keys_NPKD: Tensor) -> Tensor | None:
+    """Line of each key in keys seen as [N·P·K, D], flat, in the order [S, K, L]; of a request's first if it ends."""
+    num_rows = len(seen_S)
     _, block_size, num_kv_heads, head_dim = keys_NPKD.shape
     num_bytes = num_rows * num_kv_heads * length * head_dim * keys_NPKD.element_size()
     if keys_NPKD.dtype != torch.float32 or num_bytes > PRODUCTS_LIMIT_BYTES:
         return None
     slots_CP = (blocks_C * block_size)[:, None] + torch.arange(block_size)
     slots_S1L = slots_CP.view(num_rows, 1, -1)[..., :length]
+    slots_S1L = torch.where(torch.arange(length) < seen_S[:, None, None], slots_S1L, slots_S1L[..., :1])
     return (slots_S1L * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
 
 
