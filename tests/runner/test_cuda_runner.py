@@ -4,6 +4,7 @@ Copies there are put off until an event is waited for, so a missing wait or a bu
 would change tokens. tests/runner/test_cuda_device.py has what needs a GPU.
 """
 
+import numpy as np
 import pytest
 import torch
 from runner_drive import Drive, greedy
@@ -182,3 +183,89 @@ def test_memory_that_a_step_in_flight_owns_is_not_written(model):
         runner.collect(type(tickets[0])(99, 1))
     times = runner.collect(tickets[0]).times
     assert times.submitted_s <= times.began_s <= times.computed_s <= times.home_s
+
+
+def test_a_step_brings_no_more_than_its_memory_was_made_for(model, monkeypatch):
+    """Prompt log-probabilities of a full budget, every row new, and whole tables at once: nothing is allocated."""
+    allocated = []
+    pinned = EagerStreams.pinned
+    monkeypatch.setattr(EagerStreams, "pinned", lambda streams, size: allocated.append(size) or pinned(streams, size))
+    runner = make(model, max_tokens=8 * 20)
+    made = len(allocated)
+    asked = [
+        (f"r{i}", [i] * 20, SamplingParams(temperature=0.9, max_tokens=5, logprobs=20, prompt_logprobs=20))
+        for i in range(8)
+    ]
+    drive(runner, asked)
+    slot = runner._slots[0]
+    slot.take(runner._times.begin(idle=True))
+    slot.send({"growth": np.zeros((2, 8 * (MAX_LENGTH // BLOCK_SIZE + 1)), dtype=np.int32)})
+    assert len(allocated) == made
+
+
+@pytest.mark.parametrize("method", ["_send", "_change", "_resend"])
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_memory_that_runs_out_beside_the_forward_pass_ends_the_newest_request_alone(model, monkeypatch, method, step):
+    asked = [("a", prompt(1), greedy(12)), ("b", prompt(2), greedy(12)), ("c", prompt(3), greedy(12))]
+    alone = {}
+    for request in asked[:2]:
+        alone |= drive(make(model), [request])[0]
+    real, forward, left = getattr(CudaRunner, method), model.forward, [step]
+
+    def fails(*arguments):
+        left[0] -= 1
+        if left[0] == -1:
+            raise torch.OutOfMemoryError("made up")
+        return real(*arguments)
+
+    runner = make(model, depth=2)
+    if method == "_resend":  # memory runs out in the forward pass, and again as the rest is sent
+
+        def too_much(batch, *rest):
+            if len(batch.ids_T) > 8:
+                raise torch.OutOfMemoryError("made up")
+            return forward(batch, *rest)
+
+        monkeypatch.setattr(model, "forward", too_much)
+        left[0], alone = 0, {**alone, "b": []}
+    monkeypatch.setattr(CudaRunner, method, fails)
+    outputs, driven = drive(runner, asked)
+    errors = [stream.error for stream in driven.sequences]
+    assert errors[0] is None and "out of memory" in errors[2]
+    assert outputs["a"] == alone["a"] and (outputs["b"] == alone["b"] or "out of memory" in errors[1])
+    assert (errors[1] is None) == (method != "_resend")
+
+
+def test_memory_that_is_never_there_ends_requests_and_not_the_runner(model, monkeypatch):
+    asked = [("a", prompt(1), greedy(3)), ("b", prompt(2), greedy(3))]
+    runner, real = make(model, depth=2), Slot.send
+
+    def never(*_):
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(Slot, "send", never)
+    outputs, driven = drive(runner, asked)
+    assert outputs == {"a": [], "b": []} and all("out of memory" in stream.error for stream in driven.sequences)
+    monkeypatch.setattr(Slot, "send", real)
+    asked, taken = [("d", prompt(2), greedy(5))], [row for row in range(8) if runner._packer.rows.rows[row] is not None]
+    driven = Drive(asked, 8, 96, BLOCK_SIZE, departed=taken)
+    driven.step = runner.statistics()["steps"]
+    assert driven.run(runner) == drive(make(model), asked)[0]
+
+
+def test_blocks_are_copied_without_memory_for_a_copy(model, monkeypatch):
+    cache, sources, targets = cache_of(model, 9), torch.tensor([1, 2]), torch.tensor([7, 8])
+    for layer in (*cache.keys, *cache.values):
+        layer.copy_(torch.randn(layer.shape))
+    index = torch.Tensor.__getitem__
+
+    def full(tensor, which):
+        if isinstance(which, torch.Tensor):
+            raise torch.OutOfMemoryError("made up")
+        return index(tensor, which)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__getitem__", full)
+        cache.copy_blocks(sources, targets)
+    for layer in (*cache.keys, *cache.values):
+        assert torch.equal(layer[7:9], layer[1:3])

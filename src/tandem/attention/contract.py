@@ -82,9 +82,16 @@ class KVCache:
         return cls(keys, values)
 
     def copy_blocks(self, sources_C: Tensor, targets_C: Tensor) -> None:
-        """Copy whole blocks (int64 ids) in every layer: copy-on-write for sequences that share a prefix."""
+        """Copy whole blocks (int64 ids) in every layer: copy-on-write for sequences that share a prefix.
+
+        No block may be source and target. Without memory for all of a layer's at once they are copied one by one.
+        """
         for cache in (*self.keys, *self.values):
-            cache[targets_C] = cache[sources_C]
+            try:
+                cache[targets_C] = cache[sources_C]
+            except torch.OutOfMemoryError:
+                for source, target in zip(sources_C.tolist(), targets_C.tolist(), strict=True):
+                    cache[target].copy_(cache[source])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.attention.contract import AttentionBackend, Batch, KVCache
+from tandem.attention.contract import AttentionBackend, KVCache
 from tandem.config import Resolved
 from tandem.kernels.step import advance, finish, spread
 from tandem.plan import StepPlan, StepResult
@@ -27,10 +27,10 @@ from tandem.runner.batch import Packed, Packer
 from tandem.runner.clock import Timekeeper
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
-from tandem.runner.graphs import LISTED, GraphKey, Graphs, Lanes, is_uneven, span_arrays
+from tandem.runner.graphs import LISTED, GraphKey, Graphs, Lanes, is_uneven, span_arrays, span_batch
 from tandem.runner.outcome import Drawn, settle
 from tandem.runner.rows import DeviceRows
-from tandem.runner.slots import Slot
+from tandem.runner.slots import Slot, most_logprobs_bytes, most_staging_bytes
 from tandem.runner.streams import Streams
 
 log = logging.getLogger("tandem.runner")
@@ -70,8 +70,8 @@ class CudaRunner:
         self._lanes = Lanes.allocate(num_lanes, max_blocks, model.spec.hidden_size, dtype, device)
         self._home_DR = torch.zeros((depth, num_lanes), dtype=torch.int64, device=device)
         self._turn_1 = torch.full((1,), depth - 1, dtype=torch.int32, device=device)
-        staging_bytes = 24 * max_tokens + 72 * num_rows + 12 * (max_tokens // cache.block_size + num_rows) + 4096
-        self._slots = [Slot(streams, staging_bytes, self._home_DR[turn], turn) for turn in range(depth)]
+        sizes = most_staging_bytes(num_rows, max_tokens, max_blocks), most_logprobs_bytes(num_rows, max_tokens)
+        self._slots = [Slot(streams, sizes[0], self._home_DR[turn], turn, sizes[1]) for turn in range(depth)]
         self._times = Timekeeper(streams, depth)
         self._num_submitted = self._num_collected = self._num_failed = 0
         self._num_lanes_run = self._num_lanes_padded = 0
@@ -99,12 +99,8 @@ class CudaRunner:
         packed = slot.packed = self._packer.pack(plan)
         with self._streams.on("compute"):
             self._admit(packed)
-            sent = self._send(packed, slot)
-            if slot.moments.sent:
-                self._streams.wait("compute", slot.moments.ready)
-            self._streams.record(slot.moments.began, "compute")
-            self._change(packed, sent)
-            slot.drawn = self._compute(packed, slot, sent)
+            sent = self._bring(packed, slot)
+            slot.drawn = self._compute(slot.packed, slot, sent)
             self._streams.record(slot.moments.computed, "compute")
             slot.fetch(slot.packed.num_samples, slot.drawn)
         self._num_submitted += 1
@@ -131,6 +127,25 @@ class CudaRunner:
                 self._sampling.arrive(arrival)
             except torch.OutOfMemoryError:
                 packed.failed[arrival.request] = OUT_OF_MEMORY
+
+    def _bring(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
+        """Send what is new and change rows, cache and lanes. Without memory the newest request fails, as in compute."""
+        places_C, blocks_C = packed.places_C, packed.blocks_C
+        while True:
+            try:
+                sent = self._send(packed, slot)
+                if slot.moments.sent:
+                    self._streams.wait("compute", slot.moments.ready)
+                self._streams.record(slot.moments.began, "compute")
+                self._change(packed, sent)
+                return sent
+            except torch.OutOfMemoryError:
+                packed = self._without_newest(packed, slot)
+                self._streams.drain()
+                if not packed.num_spans:  # nobody is left whose blocks or copies these would be
+                    self._streams.record(slot.moments.began, "compute")
+                    return {}
+                packed.places_C, packed.blocks_C = places_C, blocks_C
 
     def _send(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
         """Send what the host knows and the device does not: nothing in most decode steps, else mostly a few blocks."""
@@ -166,16 +181,16 @@ class CudaRunner:
 
     def _compute(self, packed: Packed, slot: Slot, sent: Mapping[str, Tensor]) -> Drawn:
         """Forward and sampling. If memory runs out, the newest request of the step fails and the rest goes on."""
+        fails = False
         while True:
             try:
+                if fails:
+                    sent = self._resend(packed, slot)
                 if packed.decode:
                     return self._decode_step(packed)
                 return self._spread_step(packed, slot, sent)
             except torch.OutOfMemoryError:
-                self._num_failed += 1
-                packed = slot.packed = self._without_newest(packed)
-                log.warning("out of device memory: %s ends", next(reversed(packed.failed)))
-                sent = self._resend(packed, slot)
+                packed, fails = self._without_newest(packed, slot), True
 
     def _decode_step(self, packed: Packed) -> Drawn:
         size, num_spans = self._size_of(packed), packed.num_spans
@@ -221,26 +236,7 @@ class CudaRunner:
         self._turn_1.fill_(slot.index)
         if not packed.num_spans:
             return Drawn(None)
-        layout, block_size = packed.layout, self._cache.block_size
-        assert layout is not None
-        num_decodes = layout.num_single
-        batch = Batch(
-            ids_T=sent["ids"],
-            positions_T=sent["positions"],
-            slots_T=torch.empty(len(sent["ids"]), dtype=torch.int64, device=sent["ids"].device),
-            query_starts_S1=sent["query_starts"],
-            lengths_S=sent["lengths"],
-            tables_SB=torch.zeros(
-                (packed.num_spans, -(-packed.max_length // block_size)), dtype=torch.int32, device=sent["ids"].device
-            ),
-            sampled_R=sent["sampled"],
-            num_decodes=num_decodes,
-            max_query=packed.max_query,
-            max_length=packed.max_length,
-            host_spans=layout.host_spans,
-            order_S=sent.get("order"),
-            is_uneven=is_uneven(layout.lengths_S[:num_decodes]),
-        )
+        batch, block_size = span_batch(packed, sent, self._cache.block_size), self._cache.block_size
         spread(
             batch.ids_T, sent["rows_T"], batch.positions_T, sent["rows_S"], batch.lengths_S, self._rows.last_R,
             self._rows.tables_RB, block_size, batch.slots_T, batch.tables_SB,
@@ -269,16 +265,21 @@ class CudaRunner:
             self._known_splits[size, bound, uneven] = found
         return found
 
-    def _without_newest(self, packed: Packed) -> Packed:
+    def _without_newest(self, packed: Packed, slot: Slot) -> Packed:
         if not packed.num_spans:
             raise torch.OutOfMemoryError("the device has no memory even for an empty step")
         newest = max(packed.plan.spans, key=lambda span: self._packer.rows[span.row].turn)
-        return self._packer.without(packed, newest.request, OUT_OF_MEMORY)
+        self._num_failed += 1
+        log.warning("out of device memory: %s ends", newest.request)
+        fewer = slot.packed = self._packer.without(packed, newest.request, OUT_OF_MEMORY)
+        return fewer
 
     def _resend(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
         """Send the step in its new shape. What was started of the old one must end first: it reads the same staging."""
         self._streams.drain()
         layout = packed.layout
+        if not packed.num_spans:
+            return {}
         assert layout is not None
         self._path = self._sampling.path(layout.rows_R, bool(packed.plan.masks))
         numbers = None if self._path == GREEDY else self._sampling.arrays(layout.rows_R)

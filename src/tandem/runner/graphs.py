@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.attention.contract import Batch
-from tandem.runner.batch import Layout
+from tandem.runner.batch import Layout, Packed
 from tandem.runner.device_sampling import NUMBERS
 from tandem.runner.streams import Streams
 
@@ -68,6 +68,29 @@ def span_arrays(layout: Layout, numbers: Mapping[str, np.ndarray] | None) -> dic
         arrays |= numbers
         arrays["next_positions"] = layout.lengths_S[layout.samples_S].astype(np.int64)
     return arrays
+
+
+def span_batch(packed: Packed, sent: Mapping[str, Tensor], block_size: int) -> Batch:
+    """The Batch of what span_arrays sent. Slots and tables are still to be written."""
+    layout, ids_T = packed.layout, sent["ids"]
+    assert layout is not None
+    num_decodes = layout.num_single
+    shape = (packed.num_spans, -(-packed.max_length // block_size))
+    return Batch(
+        ids_T=ids_T,
+        positions_T=sent["positions"],
+        slots_T=torch.empty(len(ids_T), dtype=torch.int64, device=ids_T.device),
+        query_starts_S1=sent["query_starts"],
+        lengths_S=sent["lengths"],
+        tables_SB=torch.zeros(shape, dtype=torch.int32, device=ids_T.device),
+        sampled_R=sent["sampled"],
+        num_decodes=num_decodes,
+        max_query=packed.max_query,
+        max_length=packed.max_length,
+        host_spans=layout.host_spans,
+        order_S=sent.get("order"),
+        is_uneven=is_uneven(layout.lengths_S[:num_decodes]),
+    )
 
 
 class GraphKey(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.request import MAX_LOGPROBS
 from tandem.runner.batch import Packed
 from tandem.runner.clock import Moments
 from tandem.runner.outcome import Drawn
@@ -19,15 +20,32 @@ from tandem.runner.streams import Streams
 from tandem.sampling.logprobs import LogprobRows
 
 ALIGNMENT = 16
+ARRAYS = 32  # at most so many in one send
+
+
+def most_staging_bytes(num_rows: int, max_tokens: int, max_blocks: int) -> int:
+    """What the largest step sends, so that memory is never asked for while serving.
+
+    A token: id, position and row, and its index if its log-probabilities are wanted. A row: what Lanes.arrays or
+    span_arrays send of it, its index, a copied block, and its whole block table if it comes with a long prefix.
+    """
+    a_token, a_row = 8 + 8 + 8 + 8, 32 + 8 + 24 + 16 + 8
+    return a_token * max_tokens + (a_row + 8 * max_blocks) * num_rows + ARRAYS * ALIGNMENT
+
+
+def most_logprobs_bytes(num_rows: int, max_tokens: int) -> int:
+    """Of log-probabilities that the largest step takes home: of every prompt token, and of a token of every row."""
+    return (max_tokens + num_rows) * (8 + 4 + 8 + (8 + 4) * MAX_LOGPROBS) + (num_rows + 1) * 5 * ALIGNMENT
 
 
 @dataclass(slots=True)
 class Slot:
     """One step's staging, results and moments.
 
-    staging_bytes   capacity; send() makes it larger when a step brings more than ever before.
+    staging_bytes   capacity; send() makes it larger only for a step that brings more than most_staging_bytes.
     home_R          where the step leaves its tokens, int64 on the device.
     index           whose turn it is.
+    extra_bytes     of pinned memory for log-probabilities.
     packed, drawn   what it holds, kept alive until it was collected.
     """
 
@@ -35,6 +53,7 @@ class Slot:
     staging_bytes: int
     home_R: Tensor
     index: int = 0
+    extra_bytes: int = 0
     busy: bool = False
     packed: Packed = field(init=False)
     drawn: Drawn = field(init=False)
@@ -51,7 +70,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         self._host_home_R = self.streams.pinned(8 * self.home_R.numel()).view(torch.int64)
-        self._extra = self.streams.pinned(0)
+        self._extra = self.streams.pinned(self.extra_bytes)
         self._allocate(self.staging_bytes)
 
     def take(self, moments: Moments) -> None:
