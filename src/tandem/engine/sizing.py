@@ -117,7 +117,8 @@ def fit_cache(resolved: Resolved, shape: Shape) -> Resolved:
     num_blocks = (settings.kv_cache_memory or 0) // block_bytes
     resolved = fit_length(resolved, num_blocks, block_bytes)
     settings = resolved.settings
-    useful = (settings.max_num_seqs or 1) * -(-(settings.max_model_len or 1) // settings.block_size)
+    # a request enters only while a block for each that runs is left over, to grow into: hence one more a row
+    useful = (settings.max_num_seqs or 1) * (1 - (-(settings.max_model_len or 1) // settings.block_size))
     if resolved.reasons["kv_cache_memory"] == "asked" or num_blocks <= useful:
         return resolved
     return change(resolved, "kv_cache_memory", useful * block_bytes, "max_num_seqs requests of max_model_len")
