@@ -5,6 +5,7 @@ settings ─locate─► model source ─► shape ─► facts ─resolve─►
 
 import dataclasses
 import importlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from tandem.engine.contract import Card, Mailbox
 from tandem.engine.loop import Loop, snapshot
 from tandem.engine.null_model import CONFIG, KV_ELEMENTS, TEMPLATE, byte_tokenizer_json
 from tandem.engine.sizing import Shape
-from tandem.errors import ModelError, RequestError, SettingError, TandemError
+from tandem.errors import DownloadError, ModelError, RequestError, SettingError, TandemError
 from tandem.observe.metrics import Metrics
 from tandem.observe.plain import plain_metrics, plain_steps
 from tandem.observe.requests import RequestLedger
@@ -192,6 +193,12 @@ def describe(
     return resolved, sizing.banner(source.name, resolved, shape, facts)
 
 
+def context_length(settings: Mapping[str, Any], on_phase: OnPhase = lambda text: None) -> int:
+    """Positions of the model's context. Loads no weights. Raises as ``describe`` does."""
+    asked = Settings.from_dict(dict(settings))
+    return _shape(_locate(asked, asked.device, on_phase), asked.device)[1].max_length
+
+
 def best_device() -> str:
     """cuda if there is one, else cpu."""
     import torch
@@ -240,15 +247,25 @@ def _locate(settings: Settings, device: str | None, on_phase: OnPhase) -> ModelS
 
 
 def _find(settings: Settings, model: str | None, on_phase: OnPhase) -> ModelSource:
-    from tandem.models.named import named_config
+    from tandem.models.named import NAMES, hint_for, named_config
 
-    return locate(
-        model,
-        load_format=settings.load_format,
-        tokenizer=settings.tokenizer,
-        named_config=named_config,
-        on_progress=_progress_lines(on_phase),
-    )
+    word = model if model is not None and re.fullmatch(r"[\w.-]+", model) and not Path(model).exists() else None
+    if (
+        word
+        and settings.load_format == "random"
+        and word.lower() not in NAMES
+        and not word.endswith((".json", ".gguf"))
+    ):
+        raise ModelError(f"there is no built-in shape {word!r}.", hint=hint_for(word))
+    try:
+        return locate(
+            model, load_format=settings.load_format, tokenizer=settings.tokenizer, named_config=named_config,
+            on_progress=_progress_lines(on_phase),
+        )  # fmt: skip
+    except DownloadError as error:
+        if word is None:
+            raise
+        raise DownloadError(error.what, hint=f"{error.hint or ''} {hint_for(word)}") from error
 
 
 def _progress_lines(on_phase: OnPhase) -> Callable[[int, int], None]:
@@ -269,9 +286,7 @@ def _shape(source: ModelSource, device: str | None) -> tuple[Any, Shape]:
     if device == "null":  # needs no torch, so no spec either
         config = source.config
         try:
-            return None, Shape(
-                config["vocab_size"], config["max_position_embeddings"], kv_elements_per_token=KV_ELEMENTS
-            )  # fmt: skip
+            return None, Shape(config["vocab_size"], config["max_position_embeddings"], 0, KV_ELEMENTS)
         except KeyError as error:
             raise ModelError(f"the model's configuration has no {error}.") from error
     from tandem.models.registry import spec_from_config

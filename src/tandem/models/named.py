@@ -1,6 +1,7 @@
 """Built-in shapes, as the numbers of a config.json. They name no weights: those are random or come from elsewhere."""
 
 import copy
+import difflib
 from typing import Any
 
 _LLAMA3_ROPE = {
@@ -64,3 +65,12 @@ def named_config(name: str) -> dict[str, Any] | None:
     """A fresh copy of a built-in shape's config, or None. Case does not matter."""
     config = _NAMED.get(name.lower())
     return None if config is None else copy.deepcopy(config)
+
+
+def hint_for(name: str) -> str:
+    """What to say to somebody whose model was not found: the nearest spelling, and which shapes there are."""
+    near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
+    first = f"did you mean {near[0]!r}? " if near else ""
+    if name.lower() in NAMES:
+        first = f"{name} is a built-in shape, without weights: add --load-format random. "
+    return f"{first}The built-in shapes, with --load-format random, are: {', '.join(NAMES)}."
