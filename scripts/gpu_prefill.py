@@ -8,6 +8,7 @@ launches that wait in line behind a busy device, so that the host's time is not 
 schedule and a layer is timed apart. Prints a table and writes it to $OUT/prefill.json (or ./prefill.json).
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -24,6 +25,7 @@ from torch import Tensor
 from tandem.attention.contract import AttentionShape, Batch
 from tandem.attention.flashinfer import flashinfer_attention
 from tandem.attention.triton import TritonAttention
+from tandem.errors import TandemError
 from tandem.kernels.attention_library import whole_prompt_attention
 from tandem.kernels.attention_prefill import prefill_attention
 
@@ -125,7 +127,15 @@ def timed(spans: list[tuple[int, int]], heads: int, kv_heads: int, library: obje
 
 
 def main() -> None:
-    library = flashinfer_attention(DEVICE, torch.bfloat16, HEAD_DIM, deterministic=False, builds=False)
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    ).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: PyTorch finds no CUDA device.")
+    try:
+        library = flashinfer_attention(DEVICE, torch.bfloat16, HEAD_DIM, deterministic=False, builds=False)
+    except TandemError as error:
+        sys.exit(f"error: {error}")
     plain, rows = TritonAttention(DEVICE), []
     for model, (heads, kv_heads) in HEADS.items():
         for name, spans in CASES.items():
