@@ -8,26 +8,49 @@ from typing import Any
 
 from tandem.engine.build import Built
 
-GPU_BYTES, CPU_BYTES = 1 << 30, 1 << 27
+GPU_BYTES, CPU_BYTES, LEAST_BYTES = 1 << 30, 1 << 27, 1 << 25
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def copy_bandwidth(device: str, repeats: int = 20) -> float:
-    """Bytes a second, read and written both counted: the best of repeats copies between two large buffers."""
+def copy_bandwidth(device: str, repeats: int = 20) -> float | None:
+    """Bytes a second, read and written both counted: the best of repeats copies between two large buffers.
+
+    The buffers take at most half of the memory that is free. None on the null device, and where there is no room.
+    """
     if device == "null":
-        return float("inf")
+        return None
     import torch
 
-    size = GPU_BYTES if device == "cuda" else CPU_BYTES
-    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    on_gpu = device == "cuda"
+    size = GPU_BYTES if on_gpu else CPU_BYTES
+    if on_gpu:
+        torch.cuda.empty_cache()
+        size = min(size, torch.cuda.mem_get_info()[0] // 4)
+    while size >= LEAST_BYTES:
+        try:
+            return _measure(torch, device, size // 4, repeats)
+        except (torch.OutOfMemoryError, MemoryError):
+            size //= 2
+        except RuntimeError as error:  # what the host's allocator raises
+            if "alloc" not in str(error):
+                raise
+            size //= 2
+    return None
+
+
+def _measure(torch: Any, device: str, num_elements: int, repeats: int) -> float:
+    source = torch.ones(num_elements, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    best_s = float("inf")
-    for _ in range(repeats):
-        best_s = min(best_s, _time_on_gpu(torch, source, target) if device == "cuda" else _time_copy(source, target))
-    return 2.0 * size / best_s
+    timed = _time_on_gpu if device == "cuda" else _time_copy
+    best_s: float = min(timed(torch, source, target) for _ in range(repeats))
+    num_bytes = 2.0 * 4 * num_elements
+    del source, target
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the runs need the memory
+    return num_bytes / best_s
 
 
-def _time_copy(source: Any, target: Any) -> float:
+def _time_copy(torch: Any, source: Any, target: Any) -> float:
     began_s = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - began_s

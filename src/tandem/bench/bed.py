@@ -14,6 +14,7 @@ from typing import Any, Self
 from tandem.bench.drive import Run, SharedRunner, drive, requests_of
 from tandem.bench.static_planner import StaticPlanner
 from tandem.bench.workload import Asked, Workload
+from tandem.config import AUTO
 from tandem.engine.build import Built, build
 from tandem.engine.sizing import num_known_ids
 from tandem.observer import Observer
@@ -51,8 +52,13 @@ class Bed:
         rows = 2 * batch if padded else batch
         chosen = {**settings, "max_num_seqs": rows, "prefix_cache": False, "depth": depth}
         budget = chosen.get("max_batch_tokens")
-        if budget is not None:
+        if budget not in (None, AUTO):
             chosen["max_batch_tokens"] = max(int(budget), rows)
+            if rows > int(budget):
+                padding = ", those of static batching's padding included" if padded else ""
+                on_phase(
+                    f"max_batch_tokens is {rows}, not {budget}: a step has a token for each of {rows} rows{padding}"
+                )
         self.batch = batch
         self.built: Built = build(chosen, on_phase)
         self._taken: set[int] = set()

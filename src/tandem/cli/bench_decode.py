@@ -1,13 +1,14 @@
 """Time a pure decode step over models and batch sizes, beside the floor that memory bandwidth sets.
 
 floor = (weights once + each cached token once) / the bandwidth that a copy reaches on this device.
+With --deterministic each step is measured without it, too, and the cost is printed in percent.
 """
 
 import argparse
 import sys
 
 from tandem.bench.decode import decode_table, measure_decode
-from tandem.bench.report import write_json
+from tandem.bench.report import check_file, write_json
 from tandem.cli.options import add_settings, count, settings_of
 from tandem.request import SamplingParams
 
@@ -15,6 +16,7 @@ EPILOG = """
 examples:
   tandem bench decode --models llama-3.1-8b qwen3-0.6b --batch 1 8 32 64 128 256 --load-format random
   tandem bench decode --batch 1 8 32 --prompt 64 --new 32          the embedded model
+  tandem bench decode --deterministic                              what batch-invariant kernels cost
 """
 
 
@@ -39,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     params = SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p)
+    if arguments.json:
+        check_file(arguments.json)
     figures, used = measure_decode(
         settings_of(arguments), arguments.models, sorted(set(arguments.batch)), prompt=arguments.prompt,
         new=arguments.new, depth=arguments.depth, params=params,

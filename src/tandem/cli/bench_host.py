@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from tandem.bench.host import HostFigure, measure_host
-from tandem.bench.report import Cell, table, write_json
+from tandem.bench.report import Cell, check_file, table, write_json
 from tandem.cli.options import add_settings, count, settings_of
 
 EPILOG = """
@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        check_file(arguments.json)
     settings = settings_of(arguments)
     figures: list[HostFigure] = []
     used: dict[str, Any] = {}

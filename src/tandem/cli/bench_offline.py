@@ -13,7 +13,7 @@ from tandem.bench import offline
 from tandem.bench.bed import STATIC, Bed
 from tandem.bench.compare_llama import run_llama
 from tandem.bench.machine import load_warning
-from tandem.bench.report import write_json
+from tandem.bench.report import check_file, write_json
 from tandem.bench.workload import Workload, chat, chat_messages, fixed, parse_range, random_lengths
 from tandem.cli.options import EXIT_ERROR, add_settings, count, settings_of
 from tandem.errors import SettingError, TandemError
@@ -76,6 +76,8 @@ def main(arguments: argparse.Namespace) -> int:
     depths = sorted(set(arguments.depths))
     settings = settings_of(arguments, **_length(arguments))
     _check(arguments)
+    for path in filter(None, (arguments.json, arguments.plot)):
+        check_file(path)
     if arguments.plot and not can_draw():
         raise TandemError("matplotlib is not installed; --plot needs it.", hint='pip install "tandem-llm[plot]"')
     if warning := load_warning():
@@ -160,8 +162,10 @@ def _run_peers(
 
 
 def _report(arguments: argparse.Namespace, comparisons: list[offline.Comparison], resolved: dict[str, Any]) -> int:
+    chosen = resolved["settings"]
+    name = chosen["model"] or ("null" if chosen["device"] == "null" else "embedded")
     for comparison in comparisons:
-        print(f"\n{comparison.workload.name}, model {resolved['settings']['model'] or 'embedded'}")
+        print(f"\n{comparison.workload.name}, model {name}")
         print(offline.table_of(comparison))
         print("\n".join(offline.lines_about_tokens(comparison)))
     if len(comparisons) > 1 or arguments.compare:

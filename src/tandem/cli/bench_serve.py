@@ -13,7 +13,7 @@ from typing import Any
 from tandem.bench import load_work
 from tandem.bench.load_http import HttpClient
 from tandem.bench.load_stream import Outcome
-from tandem.bench.report import Cell, milliseconds, table, write_json
+from tandem.bench.report import Cell, check_file, milliseconds, table, write_json
 from tandem.bench.serve import SHARES, Load, figures, models_of, parse_slo, run_load
 from tandem.bench.workload import parse_range
 from tandem.cli.options import EXIT_ERROR, add_cacert
@@ -84,6 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
     for name in ("requests", "concurrency", "rate", "burstiness", "timeout"):
         if not getattr(arguments, name) > 0:
             raise SettingError(f"{name} is {getattr(arguments, name)}; it must be above 0.")
+    if arguments.json:
+        check_file(arguments.json)
     load = Load(
         arguments.arrivals, arguments.rate, arguments.burstiness, arguments.concurrency, max(0, arguments.warm_up),
         arguments.timeout, arguments.seed, parse_slo(arguments.slo),
