@@ -1,6 +1,7 @@
 """Calls that come back in the next turn: whatever the model wrote as arguments goes into the prompt as it stands."""
 
 import json
+import re
 import time
 
 import pytest
@@ -40,6 +41,13 @@ SILENT = (
 STERN = (
     "{% for m in messages %}{% if m.tool_calls and (loop.last or messages[loop.index].role != 'tool') %}"
     "{{ raise_exception('a result must follow') }}{% endif %}{% endfor %}" + TEXT
+)
+NINE = (  # what Mistral's templates ask of ids
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id | length != 9 %}"
+    "{{ raise_exception('ids have length 9') }}{% endif %}[TOOL_CALLS][{{ c.function | tojson }}#{{ c.id }}]{% endfor %}"
+    "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}"
+    "[TOOL_RESULTS]{{ m.content }}#{{ m.tool_call_id }}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    "{{ tools }}"
 )
 BARE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -90,7 +98,7 @@ def test_the_way_of_a_template_is_found_by_trying() -> None:
     for template, way in {
         HERMES: CallWay(), MISTRAL: CallWay(), LLAMA: CallWay(), TEXT: CallWay(as_text=True),
         SHOWN: CallWay(as_text=True), NAMES: CallWay(takes_text=False), KEYS: CallWay(takes_text=False),
-        SILENT: CallWay(as_text=True, needs_nothing=True), STERN: CallWay(as_text=True), BARE: None,
+        SILENT: CallWay(as_text=True, needs_nothing=True), NINE: CallWay(short_ids=True), STERN: CallWay(as_text=True), BARE: None,
         "{{ raise_exception('no') }}{{ messages[0]['tool_calls'] }}": CallWay(),
     }.items():  # fmt: skip
         assert ChatTemplate(template).call_way == way, template
@@ -178,3 +186,14 @@ def test_a_long_beginning_takes_no_time(text: str) -> None:
     began_s = time.thread_time()
     _begun(text)
     assert time.thread_time() - began_s < 1.0
+
+
+def test_ids_of_other_servers_are_short_for_templates_that_take_no_others() -> None:
+    long = [f"call_{number:024d}" for number in range(2)]
+    told = prompt(NINE, call("{}", number=long[0]), call("{}", number=long[1]), results=(long[1], long[0]))
+    calls, results = re.findall("}#([a-zA-Z0-9]{9})]", told), re.findall("result call_[0-9]*#([a-zA-Z0-9]{9})", told)
+    assert len(set(calls)) == 2 and results == calls[::-1]
+    told = prompt(NINE, call("{}", number="aB3456789"), results=("aB3456789",))
+    assert told.count("#aB3456789") == 2
+    assert "#" + long[0] not in ChatTemplate(NINE).render([{"role": "tool", "tool_call_id": long[0], "content": "x"}])
+    assert long[0] in prompt(HERMES.replace("{% for c", "{{ m.tool_call_id }}{% for c"), results=(long[0],)), "as it is"

@@ -134,3 +134,9 @@ def test_arguments_stream_as_they_come() -> None:
     tools = [piece.tool for piece in pieces]
     assert all(tools) and tools[0].name == "weather" and len(tools) > 20
     assert json.loads("".join(t.arguments for t in tools)) == json.loads(ARGUMENTS)
+
+
+def test_ids_are_of_the_one_form_that_every_template_takes() -> None:
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
+    ids = [piece.tool.id for piece in Calls(MISTRAL, ["f"]).feed(text, final=True) if piece.tool and piece.tool.id]
+    assert len(set(ids)) == 2 and all(len(made) == 9 and made.isascii() and made.isalnum() for made in ids)

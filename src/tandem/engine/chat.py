@@ -104,17 +104,19 @@ class ChatTemplate:
 
     def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same messages, calls as the template takes them, or within contents if it leaves calls out."""
+        if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+            return messages
+        if self.call_way is not None:
+            return handed_over(messages, self.call_way)
         place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
         if place is None:
             return messages
-        if self.call_way is not None:
-            return list(handed_over(messages, self.call_way))
         if "tools" in self.source and "<tool_call>" not in self.source:
             raise RequestError(
                 f"messages[{place}].tool_calls: this model's chat template tells of tools, but leaves earlier calls "
                 "out.", param="messages", hint="write the calls into the content, as this model writes them.",
             )  # fmt: skip
-        return with_written_calls(list(handed_over(messages, CallWay())))
+        return with_written_calls(handed_over(messages, CallWay()))
 
     def check_options(
         self,

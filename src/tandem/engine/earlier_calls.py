@@ -1,9 +1,12 @@
 """Earlier tool calls, handed to a template as it takes them, which is tried out. It knows no template's text.
 
 The API carries arguments as text. Some templates write them as JSON themselves or go over their names, and want the
-object; others put them between texts, and want the text. Some write calls only where the message has no content.
+object; others put them between texts, and want the text. Some write calls only where the message has no content, and
+some take only ids of nine letters and digits, which other servers do not make.
 """
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -15,6 +18,7 @@ from tandem.engine.messages import Written, json_of
 from tandem.errors import RequestError
 
 MAX_LEVELS = 100
+_SHORT = re.compile("[a-zA-Z0-9]{9}")
 _CLOSING = {"{": "}", "[": "]"}
 _MARKS = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
 # Behind whole escapes: half of a pair of surrogates, and half an escape.
@@ -27,14 +31,19 @@ class CallWay(NamedTuple):
     as_text         arguments as text, always.
     takes_text      it writes arguments that are text as they stand; else it only takes objects.
     needs_nothing   it writes calls only of messages whose content is None.
+    short_ids       it refuses ids but those of nine letters and digits.
     """
 
     as_text: bool = False
     takes_text: bool = True
     needs_nothing: bool = False
+    short_ids: bool = False
 
 
-def way_of(run: Callable[[list[dict[str, Any]]], str], *, mentions: bool) -> CallWay | None:
+Run = Callable[[list[dict[str, Any]]], str]
+
+
+def way_of(run: Run, *, mentions: bool) -> CallWay | None:
     """The way in which a template writes calls, found by rendering some; None: it leaves them out.
 
     run        renders messages; raises RequestError if the template refuses them.
@@ -46,7 +55,7 @@ def way_of(run: Callable[[list[dict[str, Any]]], str], *, mentions: bool) -> Cal
             way = CallWay(as_text, as_text, needs_nothing)
             name, value = (f"x{secrets.token_hex(8)}" for _ in range(2))
             whole: Any = {"x": value}
-            rendered = _tried(run, name, json.dumps(whole) if as_text else whole, way)
+            rendered = _tried(run, _Talk(name, json.dumps(whole) if as_text else whole, way))
             refused = refused and rendered is None
             if rendered is None or name not in rendered or value not in rendered:
                 continue
@@ -55,27 +64,61 @@ def way_of(run: Callable[[list[dict[str, Any]]], str], *, mentions: bool) -> Cal
                 continue
             if not as_text:
                 cut = Written(f'{{"x": "{value}')
-                way = way._replace(takes_text=cut in (_tried(run, name, cut, way) or ""))
-            return way
-    return by_repr or (CallWay() if refused and mentions else None)
+                way = way._replace(takes_text=cut in (_tried(run, _Talk(name, cut, way)) or ""))
+            return _refined(run, way)
+    return _refined(run, by_repr) if by_repr else (CallWay() if refused and mentions else None)
 
 
-def _tried(run: Callable[[list[dict[str, Any]]], str], name: str, arguments: Any, way: CallWay) -> str | None:
-    """What it makes of one call, or of a call and its result; None: it refuses both."""
-    call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
-    calling = {"role": "assistant", "content": None if way.needs_nothing else "", "tool_calls": [call]}
-    talk: list[dict[str, Any]] = [{"role": "user", "content": "x"}, calling]
-    result = {"role": "tool", "tool_call_id": "call00001", "name": name, "content": "x"}
-    for messages in (talk, [*talk, result]):
-        try:
-            return run(messages)
-        except RequestError:
-            continue
-    return None
+def _refined(run: Run, way: CallWay) -> CallWay:
+    """The same way, with what else the template wants of calls and results."""
+    talk = _Talk("x", "{}" if way.as_text else {}, way)
+    long = talk._replace(identity=f"call_{secrets.token_hex(12)}")
+    short_ids = any(
+        _run(run, talk.messages(answered)) is not None and _run(run, long.messages(answered)) is None
+        for answered in (False, True)
+    )
+    return way._replace(short_ids=short_ids)
 
 
-def handed_over(messages: Sequence[dict[str, Any]], way: CallWay) -> Iterator[dict[str, Any]]:
+class _Talk(NamedTuple):
+    """A conversation to try a template with: a call, and perhaps its result."""
+
+    name: str
+    arguments: Any
+    way: CallWay
+    identity: str = "call00001"
+
+    def messages(self, answered: bool) -> list[dict[str, Any]]:
+        call = {"id": self.identity, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        content = None if self.way.needs_nothing else ""
+        result = {"role": "tool", "tool_call_id": self.identity, "name": self.name, "content": "x"}
+        return [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            *([result] if answered else []),
+        ]
+
+
+def _tried(run: Run, talk: _Talk) -> str | None:
+    """What it makes of the call, or of the call and its result; None: it refuses both."""
+    alone = _run(run, talk.messages(False))
+    return alone if alone is not None else _run(run, talk.messages(True))
+
+
+def _run(run: Run, messages: list[dict[str, Any]]) -> str | None:
+    try:
+        return run(messages)
+    except RequestError:
+        return None
+
+
+def handed_over(messages: Sequence[dict[str, Any]], way: CallWay) -> list[dict[str, Any]]:
     """The messages with their calls as the template takes them. Raises RequestError for what it cannot take."""
+    handed = list(_with_handed_calls(messages, way))
+    return [_with_short_ids(message) for message in handed] if way.short_ids else handed
+
+
+def _with_handed_calls(messages: Sequence[dict[str, Any]], way: CallWay) -> Iterator[dict[str, Any]]:
     for place, message in enumerate(messages):
         calls = message.get("tool_calls")
         if not calls:
@@ -86,6 +129,21 @@ def handed_over(messages: Sequence[dict[str, Any]], way: CallWay) -> Iterator[di
         where = f"messages[{place}].tool_calls"
         made = [_handed(call, f"{where}[{number}].function.arguments", way) for number, call in enumerate(calls)]
         yield {**message, "tool_calls": made, **({"content": None} if way.needs_nothing else {})}
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("tool_calls"):
+        calls = [{**call, "id": _short(call["id"])} if call.get("id") else call for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    return {**message, "tool_call_id": _short(message["tool_call_id"])} if message.get("tool_call_id") else message
+
+
+def _short(identity: str) -> str:
+    """Nine letters and digits, always the same for an id, so that calls and results keep together."""
+    if _SHORT.fullmatch(str(identity)):
+        return identity
+    digest = hashlib.sha256(str(identity).encode("utf-8", "replace")).digest()
+    return base64.b32encode(digest).decode()[:9]
 
 
 def _handed(call: dict[str, Any], where: str, way: CallWay) -> dict[str, Any]:

@@ -8,13 +8,15 @@ A call of a name that was not offered, or that is no JSON, is given as content, 
 """
 
 import json
-import uuid
+import secrets
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.serve.parse import Piece, ToolPiece, hold_back, space_before
 
 MAX_NAME = 256
+_ALPHABET = string.ascii_letters + string.digits
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -312,7 +314,8 @@ class CallText:
 
 
 def _identity() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """Nine letters and digits: Mistral's templates take no other ids, and nobody else looks at their form."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
 def _unquoted(text: str) -> str:
