@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tandem"
-GROUND = ("errors", "values", "line", "request", "plan", "config", "observer")
+GROUND = ("errors", "parent", "values", "line", "request", "plan", "config", "observer")
 ROOMS = {
     "kv": {"ground"},
     "schedule": {"ground", "kv"},

@@ -329,23 +329,48 @@ def test_a_grammar_that_is_done_with_is_forgotten():
     assert number not in process._places
 
 
-def test_nothing_outlives_its_parent():
-    """The processes end with whoever started them, even if he is killed."""
+def test_grammars_outlive_the_thread_that_was_the_first_to_want_one():
+    """The kernel ends a process with the thread that started it; so it must be none that comes and goes."""
+    grammar.close()
+    with ThreadPoolExecutor(1) as thread:
+        mask = thread.submit(compiled, "regex", "[0-9]+").result(10)
+    before = {process.name: process.pid for process in grammar.processes()}
+    time.sleep(0.2)
+    assert accepts(mask, "7") and accepts(compiled("regex", "[a-c]+"), "ab")
+    assert {process.name: process.pid for process in grammar.processes()} == before
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nothing_outlives_its_parent(is_stopped: bool):
+    """The processes end with whoever started them, even if he is killed and they are stopped."""
     code = f"""
-import os, signal
+import sys
+from pathlib import Path
 from tandem.request import Constraint
 from tandem.sampling import grammar
 grammar.compile_constraint(Constraint("regex", "a+"), {TOKENIZER_JSON!r}, {NUM_LOGITS}, [{EOS}])
-print(*(process.pid for process in grammar.processes()), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+pids = {{process.name: process.pid for process in grammar.processes()}}
+forked = Path("/proc/%d/task/%d/children" % (pids["try"], pids["try"])).read_text().split()
+print(*pids.values(), *forked, flush=True)
+sys.stdin.read()
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pids = done.stdout.split()
-    assert len(pids) == 2
-    deadline_s = time.perf_counter() + 5
-    while any(is_alive(pid) for pid in pids):
-        assert time.perf_counter() < deadline_s, "an orphan"
-        time.sleep(0.01)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        pids = parent.stdout.readline().split()
+        if is_stopped:
+            for pid in pids:
+                os.kill(int(pid), signal.SIGSTOP)
+        parent.kill()
+    assert len(pids) >= 3
+    deadline_s = time.perf_counter() + 2
+    try:
+        while any(is_alive(pid) for pid in pids):
+            assert time.perf_counter() < deadline_s, "an orphan"
+            time.sleep(0.01)
+    finally:
+        for pid in filter(is_alive, pids):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def is_busy(pid: int) -> bool:

@@ -5,8 +5,6 @@ whole group leaves the parent time to drain. It cannot outlive its parent: a wat
 close, and the kernel kills it if even that thread cannot run (PR_SET_PDEATHSIG, prctl(2)).
 """
 
-import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -25,12 +23,11 @@ import zmq
 from tandem.engine import wire
 from tandem.engine.contract import Mail
 from tandem.errors import RequestError, TandemError
+from tandem.parent import ORPHAN_STATUS, die_with_parent
 from tandem.request import Change
 
 log = logging.getLogger("tandem.engine")
 
-PR_SET_PDEATHSIG = 1
-ORPHAN_STATUS = 70
 FAILED_STATUS = 1
 
 
@@ -90,7 +87,8 @@ def main(control: int, parent: int, mail_address: str, news_address: str, max_ne
     """Connect, take the settings (the first message), build, run until told to stop. Does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent(control, parent)
+    die_with_parent(parent)
+    threading.Thread(target=_watch, args=(control, parent), name="tandem-parent-watch", daemon=True).start()
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     context = zmq.Context()
     mail, news = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -130,14 +128,8 @@ def serve_parent(mailbox: SocketMailbox, start: dict[str, Any]) -> int:
     return 0 if loop.error is None else FAILED_STATUS
 
 
-def die_with_parent(control: int, parent: int) -> None:
-    """End this process when the parent's end of the control socket closes, or its process is gone."""
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux: the thread below must do
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(control, parent), name="tandem-parent-watch", daemon=True).start()
-
-
 def _watch(control: int, parent: int) -> None:
+    """End this process when the parent's end of the control socket closes, or its process is gone."""
     end = socket.socket(fileno=control)
     while os.getppid() == parent:
         readable, _, _ = select.select([end], [], [], 1.0)

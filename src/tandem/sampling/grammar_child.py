@@ -4,7 +4,6 @@ Forked from a process that has read the tokenizer, so it is there within 1 to 5 
 (a timer whose signal ends the process), since nothing but a kill ends a compilation.
 """
 
-import ctypes
 import os
 import resource
 import signal
@@ -14,11 +13,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tandem.parent import die_with_parent
 from tandem.sampling.grammar_follow import Follower, Tokenizers
 from tandem.sampling.grammar_limits import GrammarLimits
 from tandem.sampling.grammar_text import UnfitError, first_line
-
-_PR_SET_PDEATHSIG = 1
 
 
 class OverdueError(Exception):
@@ -44,8 +42,10 @@ class Child:
     ) -> None:
         self.limit_bytes = limit_bytes
         self.connection, theirs = Pipe()
+        parent = os.getpid()
         self.pid = os.fork()
         if not self.pid:
+            die_with_parent(parent)
             _serve(theirs, tokenizers, limit_bytes, niceness, (self.connection, *inherited))
         theirs.close()
 
@@ -110,6 +110,5 @@ def _step_back(limit_bytes: int, niceness: int) -> None:
     try:
         os.nice(niceness)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         pass

@@ -1,30 +1,35 @@
 """The grammar processes, seen from the engine: orders go out, news comes in, who hangs is ended. It knows no grammar.
 
     any thread ──► queue ──► sender thread ═══ pipe ═══► a worker   (a full pipe never holds the loop)
-    Place.hear ◄──────────── reader thread ═══ pipe ═══◄
+    Place.hear ◄──────────── reader thread ═══ pipe ═══◄              (it starts the worker, too)
                              watcher thread                         (asks now and then; no answer: kill)
 
-End of file on the pipe is the only farewell: the worker ends when the parent is gone, however it went.
+End of file on the pipe is the only farewell: the worker ends when the parent is gone, however it went. If it is stopped
+and reads nothing, the kernel ends it.
 """
 
 import contextlib
 import itertools
 import json
 import logging
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 log = logging.getLogger("tandem.sampling")
 
 BOOTSTRAP = (
-    "import importlib, json, sys; path, module, descriptor, limit_bytes = json.loads(sys.argv[1]); "
-    "sys.path[:] = path; importlib.import_module(module).main(descriptor, limit_bytes)"
+    "import importlib, json, sys; path, parent, module, descriptor, limit_bytes = json.loads(sys.argv[1]); "
+    "sys.path[:] = path; from tandem.parent import die_with_parent; die_with_parent(parent); "
+    "importlib.import_module(module).main(descriptor, limit_bytes)"
 )
 
 LOOK_S = 1.0
@@ -82,18 +87,19 @@ class GrammarProcess:
         self._lock = threading.Lock()
         self._num_asked = self._num_answered = 0
         self._ours, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, json.dumps([sys.path, module, theirs.fileno(), limit_bytes])],
-                stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
         self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.is_lost = False
         self.is_stuck = False
         """It was ended because it did not answer."""
         self._ended = threading.Event()
-        for work in (self._send, self._read, self._watch):
-            threading.Thread(target=work, name=f"tandem-grammar-{name}", daemon=True).start()
+        started: Future[None] = Future()
+        self._thread(self._live, theirs, module, limit_bytes, started)
+        started.result()
+        self._thread(self._send)
+        self._thread(self._watch)
+
+    def _thread(self, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, name=f"tandem-grammar-{self.name}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -151,6 +157,21 @@ class GrammarProcess:
         self._process.kill()
         self._process.wait()
         self._lose()
+
+    def _live(self, theirs: Connection, module: str, limit_bytes: int, started: "Future[None]") -> None:
+        """Start it and read until its end: on one thread, for the kernel ends it with the thread that started it."""
+        with theirs:
+            what = [sys.path, os.getpid(), module, theirs.fileno(), limit_bytes]
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", BOOTSTRAP, json.dumps(what)],
+                    stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
+                )  # fmt: skip
+            except BaseException as error:
+                started.set_exception(error)
+                return
+        started.set_result(None)
+        self._read()
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):
