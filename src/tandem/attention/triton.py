@@ -32,6 +32,31 @@ class TritonAttention:
     def prepare(self, batch: Batch, block_size: int) -> None:
         """Nothing is shared between layers but scratch memory, which attend takes as it needs."""
 
+    def reserve(self, num_spans: int, max_length: int, shape: AttentionShape, item_bytes: int) -> int:
+        """Take scratch memory for any decode of so many spans, before the cache is sized. Returns the bytes held.
+
+        item_bytes: of the cache's dtype. No later step takes more, and none of it is given back.
+        """
+        from tandem.kernels.attention_decode import num_splits_for, tile_size
+        from tandem.kernels.attention_prefill import CHUNK, spans_at_once
+
+        num_kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+        bound = 1 << (max(max_length, 1) - 1).bit_length()  # a graph's
+        tile, num_processors = tile_size(shape.head_dim, item_bytes), num_multiprocessors(self.device)
+        if self.deterministic:
+            largest = max(
+                min(spans_at_once(num_chunks, shape.num_heads, shape.head_dim), num_spans) * num_chunks
+                for num_chunks in range(1, -(-bound // CHUNK) + 1)
+            )
+        else:
+            largest = max(
+                count * num_splits_for(count * num_kv_heads, bound, tile, num_processors, is_uneven)
+                for count in range(1, num_spans + 1)
+                for is_uneven in (False, True)
+            )
+        self.scratch.reserve(largest * num_kv_heads, 1, group, shape.head_dim)
+        return self.scratch.num_bytes
+
     def attend(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape
     ) -> Tensor:

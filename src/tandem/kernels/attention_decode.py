@@ -12,12 +12,12 @@ a launch can be captured and replayed.
 # mypy: ignore-errors
 # (Triton's decorator and builtins carry no types.)
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.kernels.attention_scratch import Scratch as Scratch
 from tandem.kernels.launch import interpreted, next_power_of_2, options, start
 
 LOG2_E = 1.4426950408889634
@@ -269,30 +269,6 @@ def _decode_kernel(
         )  # fmt: skip
     else:
         _write(acc, total, out_ptr, row_mask, ROWS, D, WIDTH)
-
-
-class Scratch:
-    """Device memory for the splits of one launch at a time; grows only outside of graphs (see reserve)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.partial = torch.empty(0, dtype=torch.float32, device=device)
-        self.marks = torch.empty(0, dtype=torch.float32, device=device)
-        self.tickets = torch.zeros(0, dtype=torch.int32, device=device)
-        self.retired: list[Tensor] = []
-
-    def reserve(self, num_groups: int, num_splits: int, group_size: int, head_dim: int) -> None:
-        """Hold at least groups · splits · group_size · (head_dim + 2) floats and one ticket a group."""
-        rows = num_groups * num_splits * group_size
-        if self.partial.numel() < rows * head_dim:
-            self.retired.append(self.partial)  # a captured graph may still name it
-            self.partial = torch.empty(rows * head_dim, dtype=torch.float32, device=self.device)
-        if self.marks.numel() < rows * 2:
-            self.retired.append(self.marks)
-            self.marks = torch.empty(rows * 2, dtype=torch.float32, device=self.device)
-        if self.tickets.numel() < num_groups:
-            self.retired.append(self.tickets)
-            self.tickets = torch.zeros(num_groups, dtype=torch.int32, device=self.device)
 
 
 def tile_size(head_dim: int, item_bytes: int) -> int:

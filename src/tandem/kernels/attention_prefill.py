@@ -242,6 +242,7 @@ def _merge_kernel(
 # Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges. In
 # this form no product is fused into a sum: which of two is, the compiler chooses, and three kernels must choose alike.
 CHUNK = 512
+SCRATCH_BYTES = 64 << 20  # for the chunks of a launch; more spans than fit are attended in several launches
 
 
 def prefill_attention(
@@ -285,29 +286,50 @@ def invariant_decode_attention(
     starts_S1: Tensor, max_length: int, out_THD: Tensor, scratch: Scratch, scale: float, window: int | None = None,
     softcap: float | None = None,
 ) -> None:  # fmt: skip
-    """Decode whose result for a token equals prefill_attention(invariant=True), whatever else is in the batch."""
+    """Decode whose result for a token equals prefill_attention(invariant=True), whatever else is in the batch.
+
+    The spans are the first of starts_S1 = 0, 1, 2, …; their parts lie in scratch, as many spans at once as fit.
+    """
     num_kv_heads, head_dim = keys_NPKD.shape[2:]
-    num_spans, group, num_chunks = (
-        lengths_S.shape[0],
-        queries_THD.shape[1] // num_kv_heads,
-        max(1, -(-max_length // CHUNK)),
-    )
+    num_spans, group = lengths_S.shape[0], queries_THD.shape[1] // num_kv_heads
+    num_chunks = max(1, -(-max_length // CHUNK))
+    most = spans_at_once(num_chunks, queries_THD.shape[1], head_dim)
+    scratch.reserve(min(num_spans, most) * num_kv_heads, num_chunks, group, head_dim)
+    for first in range(0, num_spans, most):
+        part = slice(first, first + most)
+        _decode_in_chunks(
+            queries_THD[part], keys_NPKD, values_NPKD, tables_SB[part], lengths_S[part], starts_S1, num_chunks,
+            out_THD[part], scratch, scale, window, softcap,
+        )  # fmt: skip
+
+
+def spans_at_once(num_chunks: int, num_heads: int, head_dim: int) -> int:
+    """Spans of one launch of invariant_decode_attention: what SCRATCH_BYTES hold, in fours: addresses stay even."""
+    return max(SCRATCH_BYTES // (num_chunks * num_heads * (head_dim + 2) * 4) // 4 * 4, 4)
+
+
+def _decode_in_chunks(
+    queries_SHD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor,
+    starts_S1: Tensor, num_chunks: int, out_SHD: Tensor, scratch: Scratch, scale: float, window: int | None,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    """Every chunk by itself, then their sum in order. starts_S1: 0, 1, 2, …"""
+    num_spans, (num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[2:]
+    group, width = queries_SHD.shape[1] // num_kv_heads, next_power_of_2(head_dim)
     rows, tile, num_warps, _ = _shape_for(keys_NPKD, group, True)
     num_stages = 1 if interpreted() or keys_NPKD.element_size() == 4 or head_dim > 128 else 3  # no sum depends on it
-    scratch.reserve(num_spans * num_kv_heads, num_chunks, group, head_dim)
-    width = next_power_of_2(head_dim)
     start(_prefill_kernel, (num_chunks, num_kv_heads, num_spans),
-        queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, starts_S1, out_THD, scratch.partial, scratch.marks,
-        scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
+        queries_SHD, keys_NPKD, values_NPKD, tables_SB, lengths_S, starts_S1, out_SHD, scratch.partial, scratch.marks,
+        scale * LOG2_E, softcap or 1.0, window or 0, queries_SHD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=width,
         P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK, ALONE=True, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=False, SPECIALISE=False,
-        enable_fp_fusion=False, **options(queries_THD, "attention", num_warps, num_stages),
+        enable_fp_fusion=False, **options(queries_SHD, "attention", num_warps, num_stages),
     )  # fmt: skip
     start(_merge_kernel, (num_spans, num_kv_heads),
-        scratch.partial, scratch.marks, lengths_S, out_THD, window or 0, num_chunks, K=num_kv_heads, G=group,
+        scratch.partial, scratch.marks, lengths_S, out_SHD, window or 0, num_chunks, K=num_kv_heads, G=group,
         ROWS=rows, D=head_dim, WIDTH=width, TILE=tile, CHUNK=CHUNK, HAS_WINDOW=window is not None,
-        enable_fp_fusion=False, **options(queries_THD, "attention", num_warps),
+        enable_fp_fusion=False, **options(queries_SHD, "attention", num_warps),
     )  # fmt: skip
 
 

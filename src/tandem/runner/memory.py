@@ -15,7 +15,7 @@ class MemoryFacts:
     total        the device's memory.
     outside      what others hold of it: other processes, the driver's context, loaded kernels.
     weights      parameters and tables.
-    activations  most that the largest step took on top of them.
+    activations  most that the largest step took on top of them, and attention's scratch memory.
     graphs       what captured decode steps will hold.
     max_tokens   tokens of that largest step.
     """

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tandem.attention.choice import attention_backend
 from tandem.attention.contract import AttentionBackend, Batch, KVCache
+from tandem.attention.triton import TritonAttention
 from tandem.config import Resolved, Settings
 from tandem.errors import DeviceMemoryError
 from tandem.kernels.attention_library import is_worth_it, whole_prompt_attention
@@ -147,6 +148,7 @@ def measure(
     max_tokens, num_rows = settings.max_batch_tokens or 1, settings.max_num_seqs or 1
     sampling = DeviceSampling(1, spec.num_logits, device, 0, num_tokens)
     cache = KVCache.allocate(spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
+    scratch_bytes = _reserve(backend, settings, spec, dtype)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -173,11 +175,19 @@ def measure(
     return MemoryFacts(
         total=total,
         outside=total - free - torch.cuda.memory_reserved(device),
-        weights=before - cache.num_bytes,
-        activations=max(step, sampled),
+        weights=before - cache.num_bytes - scratch_bytes,
+        activations=max(step, sampled) + scratch_bytes,
         graphs=(sampled + num_graphs * GRAPH_BYTES) if num_graphs else 0,
         max_tokens=max_tokens,
     )
+
+
+def _reserve(backend: AttentionBackend, settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Have the backend take what its decode steps need beside a step's own memory. Returns the bytes."""
+    if not isinstance(backend, TritonAttention):
+        return 0
+    num_rows, max_length = settings.max_num_seqs or 1, settings.max_model_len or spec.max_length
+    return backend.reserve(num_rows, max_length, spec.attention_shape(0), dtype.itemsize)
 
 
 def _largest_batch(spec: ModelSpec, settings: Settings, max_tokens: int, num_rows: int, device: torch.device) -> Batch:
