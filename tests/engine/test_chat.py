@@ -101,7 +101,8 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_content():
     rome, umlaut = (
         one.replace('{"name"', f'{{"id": "{own}", "name"', 1) for one, own in zip((rome, umlaut), ids, strict=True)
     )
-    assert f"assistant\nLet me see.\n{rome}\n{umlaut}<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>" in text
+    result = "<tool_response>\nsunny\n</tool_response>"
+    assert f"assistant\nLet me see.\n{rome}\n{umlaut}<|im_end|>\n<|im_start|>user\n{result}<|im_end|>" in text
     assert text.endswith(f"assistant\n{oslo}<|im_end|>\n")
     assert talk[1]["content"] == "Let me see." and len(talk[1]["tool_calls"]) == 2, "the caller's are unchanged"
 

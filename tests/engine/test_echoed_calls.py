@@ -43,11 +43,23 @@ STERN = (
     "{{ raise_exception('a result must follow') }}{% endif %}{% endfor %}" + TEXT
 )
 NINE = (  # what Mistral's templates ask of ids
-    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id | length != 9 %}"
-    "{{ raise_exception('ids have length 9') }}{% endif %}[TOOL_CALLS][{{ c.function | tojson }}#{{ c.id }}]{% endfor %}"
-    "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}"
+    "{% macro check(id) %}{% if id is not defined or id | length != 9 %}{{ raise_exception('9 letters!') }}{% endif %}"
+    "{% endmacro %}{% for m in messages %}{% for c in m.tool_calls or [] %}{{ check(c.id) }}"
+    "[TOOL_CALLS][{{ c.function | tojson }}#{{ c.id }}]{% endfor %}{% if m.role == 'tool' %}{{ check(m.tool_call_id) }}"
     "[TOOL_RESULTS]{{ m.content }}#{{ m.tool_call_id }}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
     "{{ tools }}"
+)
+ALTERNATING = (  # as Gemma 3 and Llama 2
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+NO_RESULTS = (  # calls, and roles that it knows
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function | tojson }}>{% endfor %}{% endif %}{% endfor %}{{ tools }}"
+)
+REFUSES_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
+    + NO_RESULTS
 )
 BARE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -87,9 +99,11 @@ def test_results_of_several_calls_name_theirs_where_the_template_knows_no_tools(
     two = call('{"x": 1}', number="c1"), call('{"x": 2}', number="c2")
     told = prompt(BARE, *two, results=("c2", "c1"))
     assert '<tool_call>{"id": "c1", "name": "f", "arguments": {"x": 1}}</tool_call>' in told
-    assert told.endswith("[tool]c2: result c2[tool]c1: result c1")
+    assert told.endswith(
+        "[user]<tool_response>\nc2: result c2\n</tool_response>\n<tool_response>\nc1: result c1\n</tool_response>"
+    )
     told = prompt(BARE, two[0], results=("c1",))  # one has nothing to tell
-    assert '"id"' not in told and told.endswith("[tool]result c1")
+    assert '"id"' not in told and told.endswith("[user]<tool_response>\nresult c1\n</tool_response>")
     told = prompt(HERMES, *two, results=("c2",))  # this one has its own way
     assert told.endswith("[tool]result c2None")
 
@@ -98,7 +112,8 @@ def test_the_way_of_a_template_is_found_by_trying() -> None:
     for template, way in {
         HERMES: CallWay(), MISTRAL: CallWay(), LLAMA: CallWay(), TEXT: CallWay(as_text=True),
         SHOWN: CallWay(as_text=True), NAMES: CallWay(takes_text=False), KEYS: CallWay(takes_text=False),
-        SILENT: CallWay(as_text=True, needs_nothing=True), NINE: CallWay(short_ids=True), STERN: CallWay(as_text=True), BARE: None,
+        SILENT: CallWay(as_text=True, needs_nothing=True), STERN: CallWay(as_text=True), BARE: None, ALTERNATING: None,
+        NINE: CallWay(short_ids=True), NO_RESULTS: CallWay(by_user=True), REFUSES_RESULTS: CallWay(by_user=True),
         "{{ raise_exception('no') }}{{ messages[0]['tool_calls'] }}": CallWay(),
     }.items():  # fmt: skip
         assert ChatTemplate(template).call_way == way, template
@@ -197,3 +212,25 @@ def test_ids_of_other_servers_are_short_for_templates_that_take_no_others() -> N
     assert told.count("#aB3456789") == 2
     assert "#" + long[0] not in ChatTemplate(NINE).render([{"role": "tool", "tool_call_id": long[0], "content": "x"}])
     assert long[0] in prompt(HERMES.replace("{% for c", "{{ m.tool_call_id }}{% for c"), results=(long[0],)), "as it is"
+
+
+@pytest.mark.parametrize("template", [BARE, ALTERNATING, NO_RESULTS, REFUSES_RESULTS])
+def test_results_are_the_user_s_where_the_template_knows_no_such_role(template: str) -> None:
+    """Those in a row are one message, with what the user says next, so that roles alternate."""
+    calls = [call("{}", number="c1"), call("{}", number="c2")]
+    talk = [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "rain"}]},
+    ]  # fmt: skip
+    more = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}]
+    names = ("c1: ", "c2: ") if "tools" not in template else ("", "")
+    results = "[user]" + "\n".join(
+        f"<tool_response>\n{name}{said}\n</tool_response>" for name, said in zip(names, ("sun", "rain"), strict=True)
+    )
+    chat = ChatTemplate(template)
+    assert chat.render(talk, add_generation_prompt=False).removesuffix("None").endswith(results)
+    told = chat.render([*talk, *more], add_generation_prompt=False).removesuffix("None")
+    assert told.endswith(f"{results}\nand?[assistant]so")
+    told = chat.render([*talk, more[1], *more], add_generation_prompt=False).removesuffix("None")
+    assert told.endswith(f"{results}[assistant]so[user]and?[assistant]so")

@@ -138,6 +138,7 @@ def test_a_schema_cannot_ask_for_laxness_within_a_grammar_of_calls(family: str) 
 def test_earlier_calls_are_shown_as_the_model_is_told_to_call() -> None:
     """Of a template that knows no tools: what the prompt says of an earlier call is a call, by the same rules."""
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    result = "[user]<tool_response>\nsunny\n</tool_response>"
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     talk = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "c1", "content": "sunny"}]  # fmt: skip
@@ -147,8 +148,8 @@ def test_earlier_calls_are_shown_as_the_model_is_told_to_call() -> None:
         tokens = served.chat(talk, tools=STRICT, tool_choice="auto", max_tokens=1, return_token_ids=True)
         prompt = served.post("/detokenize", {"tokens": tokens["prompt_token_ids"]}).json()["prompt"]
         system, shown = prompt.split("[user]hi[assistant]")
-        assert "write nothing but <tool_call>" in system and shown.endswith("[tool]sunny")
-        [piece] = Calls(HERMES, ("weather",)).feed(shown.removesuffix("[tool]sunny"), final=True)
+        assert "write nothing but <tool_call>" in system and shown.endswith(result)
+        [piece] = Calls(HERMES, ("weather",)).feed(shown.removesuffix(result), final=True)
         assert piece.tool and piece.tool.name == "weather" and json.loads(piece.tool.arguments) == {"city": "Oslo"}
         bare = served.post(RESPONSES, {"input": items, "max_output_tokens": 1}).json()["usage"]["input_tokens"]
         assert bare == len("[user]hi[assistant]" + shown)

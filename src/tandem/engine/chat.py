@@ -103,15 +103,16 @@ class ChatTemplate:
         return way_of(lambda talk: self._run({**names, "messages": talk}), mentions="tool_calls" in self.source)
 
     def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same messages, calls as the template takes them, or within contents if it leaves calls out."""
+        """The same messages, calls and results as the template takes them, or within contents."""
         if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
             return messages
         if self.call_way is not None:
             return handed_over(messages, self.call_way)
         place = next((place for place, message in enumerate(messages) if message.get("tool_calls")), None)
-        if place is None:
+        tells = "tools" in self.source
+        if place is None and tells:
             return messages
-        if "tools" in self.source and "<tool_call>" not in self.source:
+        if place is not None and tells and "<tool_call>" not in self.source:
             raise RequestError(
                 f"messages[{place}].tool_calls: this model's chat template tells of tools, but leaves earlier calls "
                 "out.", param="messages", hint="write the calls into the content, as this model writes them.",

@@ -2,7 +2,7 @@
 
 The API carries arguments as text. Some templates write them as JSON themselves or go over their names, and want the
 object; others put them between texts, and want the text. Some write calls only where the message has no content, and
-some take only ids of nine letters and digits, which other servers do not make.
+some take only ids of nine letters and digits, which other servers do not make. Some know calls, but no results.
 """
 
 import base64
@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tandem.engine.messages import Written, json_of
+from tandem.engine.messages import Written, json_of, with_written_results
 from tandem.errors import RequestError
 
 MAX_LEVELS = 100
@@ -32,12 +32,14 @@ class CallWay(NamedTuple):
     takes_text      it writes arguments that are text as they stand; else it only takes objects.
     needs_nothing   it writes calls only of messages whose content is None.
     short_ids       it refuses ids but those of nine letters and digits.
+    by_user         it refuses results, or leaves them out: they are told as the user's, in the Hermes way.
     """
 
     as_text: bool = False
     takes_text: bool = True
     needs_nothing: bool = False
     short_ids: bool = False
+    by_user: bool = False
 
 
 Run = Callable[[list[dict[str, Any]]], str]
@@ -77,7 +79,12 @@ def _refined(run: Run, way: CallWay) -> CallWay:
         _run(run, talk.messages(answered)) is not None and _run(run, long.messages(answered)) is None
         for answered in (False, True)
     )
-    return way._replace(short_ids=short_ids)
+    way = way._replace(short_ids=short_ids)
+    result = f"x{secrets.token_hex(8)}"
+    answered = talk._replace(result=result).messages(True)
+    if result not in (_run(run, answered) or ""):
+        way = way._replace(by_user=result in (_run(run, with_written_results(answered)) or ""))
+    return way
 
 
 class _Talk(NamedTuple):
@@ -87,11 +94,12 @@ class _Talk(NamedTuple):
     arguments: Any
     way: CallWay
     identity: str = "call00001"
+    result: str = "x"
 
     def messages(self, answered: bool) -> list[dict[str, Any]]:
         call = {"id": self.identity, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         content = None if self.way.needs_nothing else ""
-        result = {"role": "tool", "tool_call_id": self.identity, "name": self.name, "content": "x"}
+        result = {"role": "tool", "tool_call_id": self.identity, "name": self.name, "content": self.result}
         return [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": content, "tool_calls": [call]},
@@ -115,7 +123,9 @@ def _run(run: Run, messages: list[dict[str, Any]]) -> str | None:
 def handed_over(messages: Sequence[dict[str, Any]], way: CallWay) -> list[dict[str, Any]]:
     """The messages with their calls as the template takes them. Raises RequestError for what it cannot take."""
     handed = list(_with_handed_calls(messages, way))
-    return [_with_short_ids(message) for message in handed] if way.short_ids else handed
+    if way.short_ids:
+        handed = [_with_short_ids(message) for message in handed]
+    return with_written_results(handed) if way.by_user else handed
 
 
 def _with_handed_calls(messages: Sequence[dict[str, Any]], way: CallWay) -> Iterator[dict[str, Any]]:

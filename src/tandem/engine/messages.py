@@ -88,7 +88,8 @@ def with_written_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
     """The assistant's earlier calls as text of its messages, for a template that does not write them.
 
     In the Hermes way, <tool_call>{"name": …, "arguments": …}</tool_call>: models whose template knows no tools are told
-    to call them so. Where a message has several, each shows its id, and results begin with the id of theirs.
+    to call them so. Where a message has several, each shows its id, and results begin with the id of theirs. Results
+    are told as the user's.
     """
     written = []
     several: set[str] = set()
@@ -109,6 +110,25 @@ def with_written_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
             message["content"] = f"{message['tool_call_id']}: {message['content']}"
         texts = [f"<tool_call>{json_of(call, ensure_ascii=False)}</tool_call>" for call in calls]
         written.append({**message, "content": "\n".join(text for text in (message["content"], *texts) if text)})
+    return with_written_results(written)
+
+
+def with_written_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of calls as the user's messages, for a template that knows no such role.
+
+    In the Hermes way, <tool_response>…</tool_response>. Results in a row are one message, together with what the user
+    says next: many templates want roles to alternate.
+    """
+    written: list[dict[str, Any]] = []
+    follows = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if follows and message["role"] == "user":
+            message = {**message, "content": f"{written.pop()['content']}\n{message['content']}"}
+        written.append(message)
+        follows = is_result
     return written
 
 
