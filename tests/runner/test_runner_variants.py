@@ -32,8 +32,9 @@ class Noting(Executor):
         return done
 
 spec = spec_from_config(named_config(sys.argv[1]))
+dtype = getattr(torch, sys.argv[3])
 settings = Settings(
-    dtype="bfloat16", max_model_len=512, max_num_seqs=64, max_batch_tokens=1024, deterministic=sys.argv[2] == "exact",
+    dtype=sys.argv[3], max_model_len=512, max_num_seqs=64, max_batch_tokens=1024, deterministic=sys.argv[2] == "exact",
     depth=2,
 )  # fmt: skip
 with planning(Target((9, 0), 132)), compile_ahead(Noting()), torch.inference_mode():
@@ -41,15 +42,15 @@ with planning(Target((9, 0), 132)), compile_ahead(Noting()), torch.inference_mod
     listed = list(asked)
     place = torch.device("meta")
     scheme = linear_scheme(None, place, settings.deterministic)
-    model = build(variants._few_layers(spec), torch.bfloat16, place, linear=scheme, max_length=512)
+    model = build(variants._few_layers(spec), dtype, place, linear=scheme, max_length=512)
     backend = TritonAttention(place, settings.deterministic)
     for first, others, params in ((3, [7], 0), (33, [1, 70, 120], 0), (64, [512, 300], 1), (17, [5] * 40, 1)):
-        runner = variants._runner(model, backend, settings, torch.bfloat16, None)
+        runner = variants._runner(model, backend, settings, dtype, None)
         runner.submit(variants._prompts(0, [first], variants.WAYS[params]))
-        runner = variants._runner(model, backend, settings, torch.bfloat16, None)
+        runner = variants._runner(model, backend, settings, dtype, None)
         runner.submit(variants._prompts(0, [1], variants.WAYS[params]))
         runner.submit(variants._prompts(1, others, variants.WAYS[params], decode=True))
-    runner = variants._runner(model, backend, settings, torch.bfloat16, None)
+    runner = variants._runner(model, backend, settings, dtype, None)
     for key, bound in runner._keys(("greedy", "plain", "general"), runner._graphs.buckets):
         runner._decode(key, bound)
 print(len(listed), sorted(set(listed)))
@@ -57,16 +58,34 @@ print(asked[len(listed):], torch.cuda.is_initialized(), "sympy" in sys.modules)
 """
 
 
-@pytest.mark.parametrize(("model", "how"), [("llama-3.1-8b", "quick"), ("qwen3-0.6b", "exact")])
-def test_steps_of_other_sizes_need_no_kernel_that_was_not_listed(model, how, tmp_path):
+def listed_and_others(folder, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, model, how], env=environment, timeout=100, check=False,
+        [sys.executable, "-W", "error", "-c", PROGRAM, *arguments], env=environment, timeout=100, check=False,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    listed, others = done.stdout.strip().splitlines()
+    return done.stdout.strip().splitlines()
+
+
+@pytest.mark.parametrize(("model", "how"), [("llama-3.1-8b", "quick"), ("qwen3-0.6b", "exact")])
+def test_steps_of_other_sizes_need_no_kernel_that_was_not_listed(model, how, tmp_path):
+    listed, others = listed_and_others(tmp_path, model, how, "bfloat16")
     for name in ("_advance", "_decide", "_finish", "_grow", "_norm", "_prefill", "_rope", "_spread", "_stretch"):
         assert f"'{name}_kernel'" in listed
     assert others == "[] False False"  # nor is a solver imported, which takes longer than all of the listing
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "dtype"),
+    [
+        ("mixtral-8x7b", "quick", "bfloat16"), ("mixtral-8x7b", "quick", "float32"),
+        ("mixtral-8x7b", "exact", "float16"), ("qwen3-30b-a3b", "quick", "float16"),
+        ("qwen3-30b-a3b", "quick", "float32"), ("qwen3-30b-a3b", "exact", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_mixtures_are_listed_in_every_dtype(model, how, dtype, tmp_path):
+    listed, others = listed_and_others(tmp_path, model, how, dtype)
+    assert ("'_grouped_kernel'" in listed) is (how == "exact" or dtype != "bfloat16"), "bfloat16 has torch's own"
+    assert "'_combine_kernel'" in listed and others.startswith("[] False ")

@@ -43,7 +43,8 @@ class Block(nn.Module):
         if spec.mixture is not None and layer in spec.mixture.layers:
             self.feed_forward = Mixture(
                 spec.hidden_size, spec.mixture.intermediate_size, spec.mixture.num_experts, spec.mixture.num_chosen,
-                spec.mixture.normalise, spec.activation, dtype=dtype, device=device,
+                spec.mixture.normalise, spec.activation, invariant=getattr(scheme, "invariant", False), dtype=dtype,
+                device=device,
             )  # fmt: skip
         else:
             self.feed_forward = GatedFeedForward(
