@@ -1,10 +1,12 @@
 """Large bodies, however hostile, leave the event loop its turn: what takes long to decode is refused before."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tandem.serve import nesting
 from tandem.serve.conversation import _all_checked
 from tandem.serve.failure import decode
 from tandem.serve.nesting import build_of, check_build, check_inner
-from tandem.serve.schema import ChatRequest, CompletionRequest
+from tandem.serve.schema import ChatRequest, CompletionRequest, FunctionTool, Generation, ResponsesRequest
 
 MIB = 1 << 20
 JSON = {"content-type": "application/json"}
@@ -241,3 +243,40 @@ def test_fifteen_hostile_bodies_at_once_leave_the_loop_its_turn(tmp_path) -> Non
         gaps = served.run(task)
         assert gaps[-5] < 0.06, f"{[round(gap * 1e3) for gap in gaps[-10:]]} ms"
         served.at_rest()
+
+
+@pytest.fixture(scope="module")
+def slow() -> Any:
+    with serving(max_model_len=512, step_s=0.01) as served:
+        yield served
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_nobody_holds_a_body_while_it_is_answered(slow: Served, path: str, stream: bool) -> None:
+    """Decoded it takes many times its bytes, and its bytes are counted no more."""
+    said = '[{"role":"user","content":"a","mark of a body":1}]'
+    tool = '{"type":"function","name":"f","function":{"name":"f","parameters":{"mark of a body":1}}}'
+    fields = {
+        CHAT: f'"messages":{said},"max_tokens":100,"tools":[{tool}]',
+        COMPLETIONS: '"prompt":"a","max_tokens":100,"guided_json":{"mark of a body":1}',
+        RESPONSES: f'"input":{said},"max_output_tokens":100,"tools":[{tool}]',
+    }
+
+    def held() -> list[Any]:
+        kinds = Generation, ResponsesRequest, FunctionTool
+        return [
+            found for found in gc.get_objects()
+            if isinstance(found, kinds) or (isinstance(found, dict) and "mark of a body" in found)
+        ]  # fmt: skip
+
+    with ThreadPoolExecutor(1) as pool:
+        content = f'{{{fields[path]},"seed":4,"ignore_eos":true,"stream":{str(stream).lower()}}}'
+        content = content.replace('"ignore_eos":true,', "") if path == RESPONSES else content
+        answer = pool.submit(slow.http.post, path, content=content, headers=JSON)
+        while not slow.service.streams and not answer.done():
+            time.sleep(0.002)
+        gc.collect()
+        assert not held() and not answer.done(), answer.result().text
+        assert answer.result().status_code == 200
+    slow.at_rest()

@@ -10,7 +10,7 @@ from serve_drive import Served, serving
 from tandem.engine.contract import Update
 from tandem.engine.text import Text
 from tandem.serve import reply, shapes, written
-from tandem.serve.items import ResponsesReply
+from tandem.serve.items import ResponsesReply, echoed_of
 from tandem.serve.options import ServeOptions
 from tandem.serve.reply import Ask, Show
 from tandem.serve.schema import ResponsesRequest
@@ -215,7 +215,7 @@ def test_a_response_that_nobody_reads_on_closes_its_updates(null: Served) -> Non
 
     async def main() -> bool:
         updates = Endless()
-        reply = ResponsesReply([ask], "m", tokens, Show(), body=ResponsesRequest(input="a"))
+        reply = ResponsesReply([ask], "m", tokens, Show(), echoed=echoed_of(ResponsesRequest(input="a")))
         chunks = reply.chunks(updates)
         first = await anext(chunks)
         assert orjson.loads(first.splitlines()[1].removeprefix(b"data: "))["type"] == "response.created"

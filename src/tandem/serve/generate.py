@@ -39,9 +39,24 @@ RESERVED_VALUES = frozenset((
 ))  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """Fields of a body that its answer takes as they are."""
+
+    stream: bool
+    priority: int
+    salt: str
+    explain: bool
+    timeout_s: float | None
+
+    @classmethod
+    def by(cls, body: Generation) -> "Asked":
+        return cls(bool(body.stream), body.priority or 0, body.cache_salt or "", bool(body.explain), body.timeout_s)
+
+
 @dataclasses.dataclass(slots=True)
 class Job:
-    """One HTTP request, understood: what to submit and how to answer.
+    """One HTTP request, understood: what to submit and how to answer. It holds nothing of the body, which may be large.
 
     make_reply         makes the answer of the submitted prompts.
     constraint_param   the field that asked for the grammar, to be named when it turns out to be wrong.
@@ -50,7 +65,7 @@ class Job:
     is_silent          the prompt alone is wanted.
     """
 
-    body: Generation
+    asked: "Asked"
     params: SamplingParams
     prompts: Sequence[Prompt]
     make_reply: Callable[[Sequence[Ask], Show], Reply]
@@ -66,13 +81,22 @@ class Job:
 async def chat(request: Request) -> ASGIApp:
     journey = Journey(time.perf_counter())
     service: Service = request.app.state.service
+    words = {"prompt": "messages"}
+    job = await _chat_asked(request, service, journey, words)
+    try:
+        return await answer(request, service, job)
+    except RequestError as error:
+        raise reworded(error, words) from None
+
+
+async def _chat_asked(request: Request, service: Service, journey: Journey, words: dict[str, str]) -> Job:
+    """What the body asks for; nobody holds the body behind this. words: is given those that this client uses."""
     body = await read_json(request, ChatRequest, service.limits.body_bytes)
     service.check_open()
-    words = {"prompt": "messages"}
     if body.max_completion_tokens is not None and body.max_tokens in (None, body.max_completion_tokens):
         words["max_tokens"] = "max_completion_tokens"
     try:
-        return await answer(request, service, await chat_job(service, body, journey, apart_of(request)))
+        return await chat_job(service, body, journey, apart_of(request))
     except RequestError as error:
         raise reworded(error, words) from None
 
@@ -93,8 +117,8 @@ async def chat_job(
     end = service.engine.text.decode(prompt[-8:], skip_special_tokens=False)
     show.parser = use.parser(card.chat_template, end)
     return Job(
-        body, params, [prompt], lambda asks, show: kind(asks, model, service.engine.text, show), show, journey,
-        constraint_param=use.constraint_param or constraint_field(body), is_held=not body.stream,
+        Asked.by(body), params, [prompt], lambda asks, show: kind(asks, model, service.engine.text, show), show,
+        journey, constraint_param=use.constraint_param or constraint_field(body), is_held=not body.stream,
     )  # fmt: skip
 
 
@@ -147,6 +171,11 @@ def _template_values(body: ChatRequest, card: Card) -> dict[str, Any]:
 async def completions(request: Request) -> ASGIApp:
     journey = Journey(time.perf_counter())
     service: Service = request.app.state.service
+    return await answer(request, service, await _completion_asked(request, service, journey))
+
+
+async def _completion_asked(request: Request, service: Service, journey: Journey) -> Job:
+    """What the body asks for; nobody holds more of the body behind this than its prompts."""
     body = await read_json(request, CompletionRequest, service.limits.body_bytes)
     service.check_open()
     model = service.check_model(body.model)
@@ -155,11 +184,11 @@ async def completions(request: Request) -> ASGIApp:
     show = show_of(body, body.logprobs is not None)
     echo = bool(body.echo)
     tokens = service.engine.text
-    job = Job(
-        body, params, prompts, lambda asks, show: CompletionReply(asks, model, tokens, show, echo=echo), show, journey,
-        echo, constraint_field(body), body.add_special_tokens is not False, not body.stream, body.max_tokens == 0,
+    return Job(
+        Asked.by(body), params, prompts, lambda asks, show: CompletionReply(asks, model, tokens, show, echo=echo), show,
+        journey, echo, constraint_field(body), body.add_special_tokens is not False, not body.stream,
+        body.max_tokens == 0,
     )  # fmt: skip
-    return await answer(request, service, job)
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Prompt]:
@@ -200,8 +229,8 @@ def show_of(body: Generation, logprobs: bool) -> Show:
 
 async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
     """Encode, check, admit, submit every prompt, then stream or collect. Nothing submitted is ever left running."""
-    engine, body, journey = service.engine, job.body, job.journey
-    _check_priority(body, engine.card)
+    engine, asked, journey = service.engine, job.asked, job.journey
+    _check_priority(asked, engine.card)
     num_answers = _checked_answers(job, service.limits)
     tokens = await _encoded(service, job)
     _fit_logprobs(job, [len(ids) for ids in tokens], engine.card.max_length, service.limits)
@@ -213,19 +242,19 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         stack.callback(_abort, asks)
         for i, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
             submitted_s, num = time.perf_counter(), job.params.n
-            salt = body.cache_salt or ""
             stream = await engine.submit(
-                ids, job.params, priority=body.priority or 0, salt=salt, client=client, bundle=bundle
+                ids, job.params, priority=asked.priority, salt=asked.salt, client=client, bundle=bundle
             )
             echoed = _echoed(service, prompt) if job.echo else ""
             asks.append(Ask(stream, num, i * num, echoed, job.params, isinstance(prompt, str), job.is_silent))
             journey.add(submitted_s, stream.id, num)
             await asyncio.sleep(0)  # a prompt of ids is decoded to be echoed
-        if body.explain:
+        job.prompts, tokens, prompt, ids = (), [], "", []  # what is left of the body
+        if asked.explain:
             job.show.explain = lambda: journey.account(engine)
         reply = job.make_reply(asks, job.show)
         service.journeys.keep(reply.id, journey)
-        updates = service.updates(asks, body.timeout_s, job.constraint_param if job.params.constraint else None)
+        updates = service.updates(asks, asked.timeout_s, job.constraint_param if job.params.constraint else None)
         held = stack.pop_all()
 
     def end(error: Exception | None) -> None:
@@ -235,7 +264,7 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         service.count(error)
 
     name = [(b"x-request-id", reply.id.encode())]
-    if body.stream:
+    if asked.stream:
         return EventStream(reply.chunks(updates), end, service.keep_alive_s, name)
     try:
         whole = await unless_gone(request.receive, reply.whole(updates))
@@ -287,11 +316,11 @@ def _fit_logprobs(job: Job, lengths: Sequence[int], max_length: int, limits: Lim
         )
 
 
-def _check_priority(body: Generation, card: Card) -> None:
+def _check_priority(asked: Asked, card: Card) -> None:
     policy = card.settings.get("settings", {}).get("policy", "priority")
-    if body.priority and policy != "priority":
+    if asked.priority and policy != "priority":
         raise RequestError(
-            f"priority is {body.priority}, but this server's policy is {policy}.",
+            f"priority is {asked.priority}, but this server's policy is {policy}.",
             param="priority", code="unsupported_value", hint="start it with --policy priority.",
         )  # fmt: skip
 

@@ -133,10 +133,11 @@ class ResponsesReply(Reply):
     kind, prefix = "response", "resp_"
 
     def __init__(
-        self, asks: Sequence[Ask], model: str, tokens: Tokens, show: Show, *, body: ResponsesRequest
+        self, asks: Sequence[Ask], model: str, tokens: Tokens, show: Show, *, echoed: dict[str, Any]
     ) -> None:  # fmt: skip
+        """echoed: see echoed_of."""
         super().__init__(asks, model, tokens, show)
-        self._body = body
+        self._echoed = echoed
         self._items = Items(self.id.removeprefix(self.prefix), tokens, logprobs=show.logprobs)
         self._num_reasoning = 0
         self._number = 0
@@ -183,16 +184,11 @@ class ResponsesReply(Reply):
     def _response(self) -> dict[str, Any]:
         finish = self.choices[0].finish
         status = {None: "in_progress", "length": "incomplete"}.get(finish, "completed")
-        echoed = msgspec.to_builtins({name: getattr(self._body, name) for name in ECHOED})
-        echoed["parallel_tool_calls"] = self._body.parallel_tool_calls is not False
-        echoed["tool_choice"] = echoed["tool_choice"] or "auto"
-        echoed["tools"] = echoed["tools"] or []
-        echoed["text"] = echoed["text"] or {"format": {"type": "text"}}
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model,
             "output": self._items.output, "error": None, "background": False, "store": False, "truncation": "disabled",
             "previous_response_id": None, "usage": self.usage() if finish else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None, **echoed,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None, **self._echoed,
         }  # fmt: skip
 
     def usage(self) -> dict[str, Any]:
@@ -208,6 +204,16 @@ class ResponsesReply(Reply):
         body: bytes = orjson.dumps({**event, "sequence_number": self._number})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), body)
+
+
+def echoed_of(body: ResponsesRequest) -> dict[str, Any]:
+    """What an answer says of its request, written: it is shown several times, and decoded it takes more memory."""
+    echoed = {name: getattr(body, name) for name in ECHOED}
+    echoed["parallel_tool_calls"] = body.parallel_tool_calls is not False
+    echoed["tool_choice"] = body.tool_choice or "auto"
+    echoed["tools"] = body.tools or []
+    echoed["text"] = body.text or {"format": {"type": "text"}}
+    return {name: orjson.Fragment(msgspec.json.encode(value)) for name, value in echoed.items()}
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

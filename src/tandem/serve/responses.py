@@ -15,8 +15,8 @@ from tandem.errors import RequestError, TandemError
 from tandem.serve.bodies import apart_of, read_json
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
-from tandem.serve.generate import answer, chat_job
-from tandem.serve.items import ResponsesReply
+from tandem.serve.generate import Job, answer, chat_job
+from tandem.serve.items import ResponsesReply, echoed_of
 from tandem.serve.refusals import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -55,20 +55,29 @@ WORDS = {
 async def responses(request: Request) -> ASGIApp:
     journey = Journey(time.perf_counter())
     service: Service = request.app.state.service
-    body = await read_json(request, ResponsesRequest, service.limits.body_bytes)
-    service.check_open()
-    refuse(body, RESPONSES)
     places: list[str] = []
+    job = await _responses_asked(request, service, journey, places)
     try:
-        apart = apart_of(request)
-        asked = await apart(as_chat, body, places)
-        job = await chat_job(service, asked, journey, apart, lambda *a: ResponsesReply(*a, body=body))
-        job.is_held = True  # the last event of a stream is the whole answer
-        if job.constraint_param == "response_format":
-            job.constraint_param = "text"
         return await answer(request, service, job)
     except RequestError as error:
         raise _in_our_words(reworded(error, WORDS), places) from None
+
+
+async def _responses_asked(request: Request, service: Service, journey: Journey, places: list[str]) -> Job:
+    """What the body asks for; nobody holds the body behind this. places: see as_chat."""
+    body = await read_json(request, ResponsesRequest, service.limits.body_bytes)
+    service.check_open()
+    refuse(body, RESPONSES)
+    apart = apart_of(request)
+    try:
+        asked, echoed = await apart(as_chat, body, places), await apart(echoed_of, body)
+        job = await chat_job(service, asked, journey, apart, lambda *a: ResponsesReply(*a, echoed=echoed))
+    except RequestError as error:
+        raise _in_our_words(reworded(error, WORDS), places) from None
+    job.is_held = True  # the last event of a stream is the whole answer
+    if job.constraint_param == "response_format":
+        job.constraint_param = "text"
+    return job
 
 
 def _in_our_words(error: RequestError, places: Sequence[str]) -> RequestError:

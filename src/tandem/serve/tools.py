@@ -61,15 +61,15 @@ class ToolUse:
         if not thinks and self.form is None:
             return None
 
+        use = replace(self, for_template=None, instruction=None)  # an answer has no need of what the prompt took
+
         def make() -> AnswerParser:
             calls = None
-            if self.form is not None:
-                alone = self.constraint is not None and not self.leaves_text
+            if use.form is not None:
+                alone = use.constraint is not None and not use.leaves_text
                 # without an opening, an answer by a schema begins like a call
-                governed = self.leaves_text or (alone and bool(self.form.opening))
-                calls = Calls(
-                    self.form, self.names, single=self.single, governed=governed, alone=alone, forced=self.forced
-                )
+                governed = use.leaves_text or (alone and bool(use.form.opening))
+                calls = Calls(use.form, use.names, single=use.single, governed=governed, alone=alone, forced=use.forced)
             if not thinks:
                 assert calls is not None
                 return calls
