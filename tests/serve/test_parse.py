@@ -82,6 +82,33 @@ def test_a_call_cut_short_keeps_what_came() -> None:
     assert calls_of(HERMES, '<tool_call>{"name": "time", "arguments": {"zo') == ("", [("time", '{"zo')])
 
 
+@pytest.mark.parametrize("governed", [False, True])
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA])
+def test_a_call_cut_short_is_given_only_if_arguments_came(form: CallFormat, governed: bool) -> None:
+    """Of whatever length, and however cut into pieces: no call without arguments, and the parser knows it was cut."""
+    text = f'{form.opening}{"[" if form.is_list else ""}{{"name": "time", "{form.arguments_key}": {{"zone": 1}}}}'
+    whole = len(text)
+    for before in ("",) if form is LLAMA else ("", f"{text}{form.closing}" + ("]" if form.is_list else "")):
+        for size in range(len(form.opening) + 1, whole + 1):
+            parser = Calls(form, NAMES, governed=governed)
+            content, calls = parse(parser, list(before + text[:size]))[::2]
+            if before:
+                assert calls.pop(0) == ("time", '{"zone": 1}')
+            named = '"time"' in text[:size]
+            assert bool(calls) == ('": {' in text[:size]) and all(arguments for _, arguments in calls), text[:size]
+            assert not content if governed or named else content
+            assert parser.cut_short == (size < whole and (governed or named)), text[:size]
+            assert parser.in_call == (bool(calls) and size < whole)
+
+
+@pytest.mark.parametrize("arguments", ['""', "", " "])
+def test_a_call_without_arguments_has_an_empty_object(arguments: str) -> None:
+    assert calls_of(HERMES, f'<tool_call>{{"name": "time", "arguments": {arguments}}}</tool_call>') == (
+        "",
+        [("time", "{}")],
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "inside", "content", "reasoning"),
     [

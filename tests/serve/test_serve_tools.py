@@ -171,13 +171,18 @@ def test_a_forced_call_cut_short_is_a_call_with_the_arguments_that_came(family: 
         for length in range(1, 60, 4):
             for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
                 answer, _ = tool_answers(served, tools=STRICT, tool_choice=choice, max_tokens=length)
-                [call] = answer["message"]["tool_calls"]
+                calls = answer["message"].get("tool_calls")
+                if calls is None:  # cut before its arguments
+                    assert answer["finish_reason"] == "length" and not answer["message"]["content"]
+                    seen.add("")
+                    continue
+                [call] = calls
                 assert call["function"]["name"] == "weather" and answer["message"]["content"] is None
                 if answer["finish_reason"] == "tool_calls":
                     json.loads(call["function"]["arguments"])
                 else:
                     assert answer["finish_reason"] == "length"
-                    assert re.match(r'\{?\s*("c|$)', call["function"]["arguments"][:3] or "")
+                    assert re.match(r'\{\s*("c|"?$)', call["function"]["arguments"][:3])
                 seen.add(call["function"]["arguments"])
         assert "" in seen and len(seen) > 2
 
@@ -203,6 +208,17 @@ def test_a_call_that_a_stop_string_ends_is_not_finished_as_a_call() -> None:
     with serving(script=OSLO["hermes"], max_model_len=2048) as served:
         answer, _ = tool_answers(served, stop=['"city'])
         assert answer["finish_reason"] == "stop" and answer["message"]["tool_calls"][0]["function"]["arguments"] == "{"
+        named = {"type": "function", "function": {"name": "weather"}}
+        for stop in ('"name', "weather", '"arguments', ": {"):  # before its first argument there is no call
+            for choice in ("required", named):
+                answer, _ = tool_answers(served, tools=STRICT, tool_choice=choice, stop=[stop])
+                assert answer["finish_reason"] == "stop" and not answer["message"].get("tool_calls"), stop
+                assert not answer["message"]["content"]
+    with serving(script=OSLO["hermes"] + OSLO["hermes"].replace("Oslo", "Bergen"), max_model_len=2048) as served:
+        answer, _ = tool_answers(served, stop=["Ber"])
+        assert answer["finish_reason"] == "stop" and len(answer["message"]["tool_calls"]) == 2
+        [whole, cut] = (call["function"]["arguments"] for call in answer["message"]["tool_calls"])
+        assert whole == '{"city": "Oslo"}' and cut == '{"city": "'
 
 
 SPECIAL = {"[TOOL_CALLS]": 259, "[ARGS]": 260}

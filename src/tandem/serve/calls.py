@@ -4,7 +4,8 @@
     Mistral        text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]     or  [TOOL_CALLS]name[ARGS]{…}
     Llama 3        {"name": …, "parameters": {…}}; {…}                     the whole answer, or none of it
 
-A call of a name that was not offered, or that is no JSON, is given as content, as it was written.
+A call of a name that was not offered, or that is no JSON, is given as content, as it was written. A call is given from
+its first argument on: one that is cut short before that is given as nothing.
 """
 
 import json
@@ -49,8 +50,7 @@ class Calls:
     content either:
     governed   behind every opening.
     alone      in the whole answer, if it begins with one: a call does not stand beside text.
-    forced     in the whole answer, which is a call of one of these. If only one can be meant it is given, with the
-               arguments that came.
+    forced     in the whole answer, which is a call of one of these.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Calls:
         self._state = self._outside if form.opening else self._start
         self._call = CallText()
         self._number = 0
+        self._cut = False  # a call was begun, and nothing of it given
 
     def feed(self, text: str, *, final: bool) -> list[Piece]:
         self._buffer += text
@@ -77,13 +78,15 @@ class Calls:
             self._begin = (self._begin + text).lstrip()[: len(self._form.opening)]
         if self._forced or (self._begin and self._form.opening.startswith(self._begin)):
             pieces = [piece for piece in pieces if piece.tool is not None]
-            if final and len(self._forced) == 1 and not (pieces or self._number or self._call.announced):
-                pieces.append(Piece(tool=ToolPiece(0, _identity(), self._forced[0])))
         return pieces
 
     @property
     def in_call(self) -> bool:
         return self._call.announced and not self._call.complete
+
+    @property
+    def cut_short(self) -> bool:
+        return self.in_call or self._cut
 
     def _start(self, pieces: list[Piece], final: bool) -> bool:
         """Llama: what the answer begins with decides."""
@@ -148,16 +151,19 @@ class Calls:
         call = self._call
         taken = self._take(call.feed(self._buffer))
         self._raw += taken
-        dropped = self._single and self._number > 0
+        dropped = self._is_dropped
         if call.name in self._names and not dropped:
             first, fresh = not call.announced, call.fresh_arguments()
-            if first or fresh:
+            if fresh:
                 call.announced = True
                 identity = _identity() if first else ""
                 pieces.append(Piece(tool=ToolPiece(self._number, identity, (call.name or "") if first else "", fresh)))
                 self._raw = self._space = ""
         if not call.complete:
-            return self._no_call(pieces) if final and not call.announced and not dropped else False
+            if final and not call.announced and not dropped:
+                self._cut = call.name in self._names
+                return self._no_call(pieces)
+            return False
         if call.announced:
             self._number += 1
         elif call.name not in self._names:
@@ -204,10 +210,16 @@ class Calls:
         """What was written since the opening is content; go on behind it."""
         raw, self._raw = self._raw, ""
         if self._governed:  # cut short, or it would be a call
+            self._cut = not self._is_dropped
+        if self._cut:
             raw = self._buffer = ""
         self._content(raw, pieces)
         self._state = self._outside if self._form.opening else self._rest
         return True
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self._single and self._number > 0
 
     def _skip_space(self) -> None:
         self._raw += self._take(len(self._buffer) - len(self._buffer.lstrip()))
@@ -252,14 +264,12 @@ class CallText:
 
     def fresh_arguments(self) -> str:
         """Text of the arguments that was not given before. Arguments written as a string come when it has ended."""
-        if self._arguments is None:
-            fresh = "{}" if self.complete and not self._given else ""
-            self._given = len(fresh)
-            return fresh
-        start, end = self._arguments
+        start, end = self._arguments or (0, 0)
         known = self.text[start:end]
         if known.startswith('"'):
             known = _unquoted(known) if end is not None else ""
+        if self.complete and not known.strip():
+            known = "{}"
         fresh, self._given = known[self._given :], max(self._given, len(known))
         return fresh
 

@@ -46,10 +46,17 @@ class Piece:
 
 
 class AnswerParser(Protocol):
-    """Fed the text of one answer as it comes; gives pieces as soon as they are certain. in_call: a call is open."""
+    """Fed the text of one answer as it comes; gives pieces as soon as they are certain.
+
+    in_call     the last call that was given is not whole.
+    cut_short   a call was begun and did not come to its end, when the text has.
+    """
 
     @property
     def in_call(self) -> bool: ...
+
+    @property
+    def cut_short(self) -> bool: ...
 
     def feed(self, text: str, *, final: bool) -> list[Piece]: ...
 
@@ -92,6 +99,10 @@ class Reasoning:
     @property
     def in_call(self) -> bool:
         return self._then is not None and self._then.in_call
+
+    @property
+    def cut_short(self) -> bool:
+        return self._then is not None and self._then.cut_short
 
     def _start(self, pieces: list[Piece], final: bool) -> bool:
         begin = self._buffer.lstrip()

@@ -98,7 +98,7 @@ class Choice:
             pieces = [Piece(content=update.text)] if update.text else []
         self.called = self.called or any(piece.tool is not None for piece in pieces)
         if update.finish is not None:
-            calls = self.called and not (self.parser is not None and self.parser.in_call)
+            calls = self.called and not (self.parser is not None and self.parser.cut_short)
             self.finish = "tool_calls" if calls and update.finish == "stop" else update.finish
         return pieces
 
