@@ -10,6 +10,8 @@ import pytest
 from border_drive import JSON, answers, connect, everything, get, post, refusal, statistics
 from serve_drive import Process
 
+CLOSE = "connection: close\r\n"
+
 # ---------------------------------------------------------------- half-closed connections, and gone ones
 
 
@@ -157,8 +159,15 @@ def test_http_1_0(border: Process) -> None:
     """Whole and streamed: no chunks are made, the end of the connection is the end."""
     body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
     assert answers(everything(connect(border, post(body, version="1.0"))))[0][0] == 200
-    raw = everything(connect(border, post({**body, "stream": True}, version="1.0")))
-    assert b"[DONE]" in raw
+    for headers in ("", "connection: keep-alive\r\n", "expect: 100-continue\r\n"):
+        raw = everything(connect(border, post({**body, "stream": True}, headers, version="1.0")))
+        head, _, stream = raw.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower() and b"keep-alive" not in head.lower()
+        *events, done, last = stream.split(b"\n\n")
+        assert (done, last) == (b"data: [DONE]", b"")
+        assert len(events) >= 2 and all(json.loads(event.removeprefix(b"data: "))["choices"] for event in events)
+    assert b"transfer-encoding: chunked" in everything(connect(border, post({**body, "stream": True}, CLOSE))).lower()
 
 
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket"])

@@ -9,6 +9,7 @@ half      a client that shuts down its sending side behind a request is answered
           looks like one that has gone, so interim answers (100, RFC 9110, 15.2) are sent until a write fails.
 garbage   what is no request is answered behind the requests in front of it, and ends the connection.
 stuck     a client that takes nothing of its answer for send_s is cut off.
+old       to HTTP/1.0 a stream is sent without chunks, and its end is the connection's.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from tandem.serve.border import Border
 from tandem.serve.failure import HttpError
 from tandem.serve.heads import PROBE, head_without_offer, message_of, name_the_target, no_host, no_http
+from tandem.serve.unframed import without_chunks
 
 LINGER_S = 2.0
 GOODBYE_S = 0.1
@@ -184,7 +186,8 @@ class Connection(HttpToolsProtocol):
         self._serving = cycle
         self.border.waiting.pop(self, None)
         self._disarm()
-        super()._start_asgi_task(cycle, app)
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, without_chunks(app, cycle) if is_old else app)
 
     def on_response_complete(self) -> None:
         self._serving = None
