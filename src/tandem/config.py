@@ -77,7 +77,12 @@ class Settings:
     attention: str | None = _setting(
         None, "execution", "attention backend", choices=("reference", "cpu", "triton", "flashinfer")
     )
-    deterministic: bool = _setting(False, "execution", "same tokens whatever the neighbours (batch-invariant kernels)")
+    deterministic: bool = _setting(
+        False,
+        "execution",
+        "same tokens whatever the neighbours: bfloat16 or float16 on cuda, float32 on cpu (there log-probabilities "
+        "may differ by rounding if a prompt is cut otherwise)",
+    )
     threads: int | None = _setting(None, "execution", "CPU threads for the arithmetic", low=1, high=1024)
     seed: int = _setting(0, "execution", "seed for requests that bring none, and for random weights")
 

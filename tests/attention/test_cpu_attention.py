@@ -188,3 +188,18 @@ def test_choice() -> None:
         attention_backend("cpu", "cuda")
     with pytest.raises(SettingError, match="'spiral'"):
         attention_backend("spiral", "cpu")
+
+
+def test_deterministic_decodes_are_the_same_bits_beside_any_neighbours() -> None:
+    shape, lengths = shape_of(), [37, 0, 90, 200, 61, 150]
+    queries_THD, keys_NPKD, values_NPKD, batch = make([(start, 1) for start in lengths], shape, 16)
+    backend = attention_backend(None, "cpu", deterministic=True)
+    together_THD = backend.attend(queries_THD, keys_NPKD, values_NPKD, batch, shape)
+    for span, start in enumerate(lengths):
+        alone = Batch(
+            *(batch.ids_T[:1], batch.positions_T[:1], batch.slots_T[:1], batch.query_starts_S1[:2]),
+            batch.lengths_S[span : span + 1], batch.tables_SB[span : span + 1], None, 1, 1, start + 1,
+            host_spans=[(start, 1)],
+        )  # fmt: skip
+        found = backend.attend(queries_THD[span : span + 1], keys_NPKD, values_NPKD, alone, shape)
+        assert torch.equal(found[0], together_THD[span])

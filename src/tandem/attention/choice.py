@@ -18,7 +18,7 @@ def attention_backend(
 ) -> AttentionBackend:  # fmt: skip
     """The backend of a name; None: the default of the device ("cpu", "cuda"). Raises SettingError.
 
-    deterministic    a token's result depends on its own request alone. The CPU's agree to rounding only.
+    deterministic    a token's result depends on its own request alone; on the CPU, on how its prompt was cut, too.
     dtype, head_dim  of the model's cache. If they are given, the default on CUDA is our kernels with FlashInfer's
                      prefill where that is installed, ready to run, and able to.
     """
@@ -31,7 +31,7 @@ def attention_backend(
             raise SettingError(f"the attention backend 'cpu' cannot run on {device}.", hint="use 'triton'.")
         from tandem.attention.cpu import CpuAttention
 
-        return CpuAttention()
+        return CpuAttention(deterministic)
     if name in (None, "triton", "flashinfer"):
         if not device.startswith("cuda"):
             raise SettingError(f"the attention backend {name!r} cannot run on {device}.", hint="use 'cpu'.")

@@ -64,9 +64,15 @@ class _Work:
 
 
 class CpuAttention:
-    """Fused attention of torch over gathered blocks; what a step's layers share is worked out once a window."""
+    """Fused attention of torch over gathered blocks; what a step's layers share is worked out once a window.
+
+    deterministic: decodes are attended one by one, so that no neighbour's length changes the order of their sums.
+    """
 
     name = "cpu"
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
 
     def prepare(self, batch: Batch, block_size: int) -> None:
         """Forget what an earlier step put into scratch."""
@@ -79,7 +85,7 @@ class CpuAttention:
         key = f"work {shape.window}"
         work = batch.scratch.get(key)
         if not isinstance(work, _Work):
-            work = _work(batch, keys_NPKD, shape.window)
+            work = _work(batch, keys_NPKD, shape.window, self.deterministic)
             batch.scratch[key] = work
         if len(work.groups) == 1 and not work.spans and work.groups[0].num_rows == len(queries_THD):
             return _attend_group(queries_THD, keys_NPKD, values_NPKD, work.groups[0], shape)
@@ -170,7 +176,7 @@ def causal_mask(first_query: int, num_queries: int, first_key: int, num_keys: in
     return seen_QL
 
 
-def _work(batch: Batch, keys_NPKD: Tensor, window: int | None) -> _Work:
+def _work(batch: Batch, keys_NPKD: Tensor, window: int | None, deterministic: bool) -> _Work:
     """Groups of decodes and longer spans, with tables cut to what the window sees."""
     block_size = keys_NPKD.shape[1]
     spans = batch.host_spans
@@ -179,7 +185,8 @@ def _work(batch: Batch, keys_NPKD: Tensor, window: int | None) -> _Work:
         counts = [after - first for first, after in pairwise(starts)]
         spans = [(length - count, count) if length else (0, 0) for length, count in zip(lengths, counts, strict=True)]
     decodes = [(start + 1, span) for span, (start, count) in enumerate(spans[: batch.num_decodes]) if count]
-    groups = [_group(batch, members, keys_NPKD, window) for members in _by_length(decodes)]
+    members_of = [[decode] for decode in decodes] if deterministic else _by_length(decodes)
+    groups = [_group(batch, members, keys_NPKD, window) for members in members_of]
     work, row = _Work(groups, []), batch.num_decodes
     for span, (start, count) in enumerate(spans[batch.num_decodes :], batch.num_decodes):
         if count:

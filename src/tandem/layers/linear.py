@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem import kernels
-from tandem.errors import ModelError
+from tandem.errors import ModelError, SettingError
 from tandem.kernels.linear import linear as linear
 from tandem.layers.target import Target, whole
 
@@ -148,6 +148,8 @@ class Dense:
     def create(
         self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
+        if self.invariant:
+            _check_invariant(dtype, device)
         if device.type == "cpu":
             return host_layer(in_size, parts, bias, dtype, device)
         layer = DeviceLinear(in_size, parts, bias, dtype, device)
@@ -161,6 +163,16 @@ class Dense:
         return None if isinstance(layer, HostLinear) else layer
 
 
+def _check_invariant(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise SettingError where products of this dtype depend on how many tokens are in the step."""
+    able = (torch.float32,) if device.type == "cpu" else (torch.bfloat16, torch.float16)
+    if dtype not in able:
+        raise SettingError(
+            f"deterministic does not hold for dtype {str(dtype).removeprefix('torch.')} on {device.type}.",
+            hint=f"set dtype to {str(able[0]).removeprefix('torch.')}, or leave deterministic out.",
+        )
+
+
 def host_layer(in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
     """The fastest dense layer for a CPU."""
     from tandem.layers.packed import PackedLinear, can_pack
@@ -171,7 +183,8 @@ def host_layer(in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtyp
 def linear_scheme(name: str | None, device: torch.device, invariant: bool = False) -> LinearScheme:
     """The scheme of a name: None or "dense", "w8a8", "int4". Raises ModelError for others and for a wrong device.
 
-    invariant: on a GPU, results do not depend on what else is in the batch; the CPU's packed layout is so anyway.
+    invariant: results do not depend on what else is in the batch: on a GPU in bfloat16 and float16; the CPU's packed
+    layout is so anyway. Raises SettingError for quantised schemes, and create() for other dtypes.
     """
     if name in (None, "dense"):
         return Dense(invariant)
@@ -183,6 +196,11 @@ def linear_scheme(name: str | None, device: torch.device, invariant: bool = Fals
         )
     if device.type != "cpu":
         raise ModelError(f"quantisation {name!r} runs on the CPU only; the device is {device.type}.")
+    if invariant:
+        raise SettingError(
+            f"deterministic does not hold with quantize {name}: products depend on the batch.",
+            hint="leave out one of the two.",
+        )
     return SCHEMES[name]()
 
 

@@ -65,7 +65,7 @@ class CpuRunner:
         self._todo: queue.SimpleQueue[tuple[Packed, StepTimes] | None] = queue.SimpleQueue()
         self._home: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._num_submitted = self._num_collected = 0
-        self._recipe: tuple[str | None, torch.dtype, int] = (None, cache.keys[0].dtype, seed)
+        self._recipe: tuple[str | None, torch.dtype, int, bool] = (None, cache.keys[0].dtype, seed, False)
         self._thread = threading.Thread(target=self._work, name="tandem-compute", daemon=True)
         self._thread.start()
 
@@ -81,7 +81,7 @@ class CpuRunner:
         torch.set_num_threads(settings.threads or 1)
         dtype = getattr(torch, settings.dtype or "float32")
         began_s = time.perf_counter()
-        recipe = (settings.quantize, dtype, settings.seed)
+        recipe = (settings.quantize, dtype, settings.seed, settings.deterministic)
         model = _load(spec, source, *recipe)
         loaded_s = time.perf_counter()
         num_blocks = num_blocks_for(spec, settings.kv_cache_memory or 0, settings.block_size, dtype)
@@ -95,7 +95,7 @@ class CpuRunner:
                 f"the machine has no memory for a KV cache of {settings.kv_cache_memory} bytes.",
                 hint="lower kv_cache_memory or max_num_seqs.",
             ) from error
-        backend = attention_backend(settings.attention, "cpu")
+        backend = attention_backend(settings.attention, "cpu", deterministic=settings.deterministic)
         runner = cls(
             model, cache, backend, num_rows=settings.max_num_seqs or 1,
             max_length=settings.max_model_len or spec.max_length, depth=settings.depth, threads=settings.threads,
@@ -196,8 +196,10 @@ def num_blocks_for(spec: ModelSpec, memory_bytes: int, block_size: int, dtype: t
     return memory_bytes // block_bytes
 
 
-def _load(spec: ModelSpec, source: ModelSource, quantize: str | None, dtype: torch.dtype, seed: int) -> Decoder:
+def _load(
+    spec: ModelSpec, source: ModelSource, quantize: str | None, dtype: torch.dtype, seed: int, deterministic: bool
+) -> Decoder:  # fmt: skip
     device = torch.device("cpu")
-    model = build(spec, dtype, device, linear=linear_scheme(quantize, device))
+    model = build(spec, dtype, device, linear=linear_scheme(quantize, device, deterministic))
     load(cast(Any, model), source, seed=seed)
     return model
