@@ -95,11 +95,14 @@ def list_kernels(spec: ModelSpec, settings: Settings, num_tokens: int | None = N
 
 
 def _few_layers(spec: ModelSpec) -> ModelSpec:
-    """The same with the first layers only: one of every kind, a second one, and a last one, where tokens are fewer."""
+    """The same with the first layers only: one of every kind, a second one, and a last one,
+    of the last one's kind, where tokens are fewer."""
     mixtures = spec.mixture.layers if spec.mixture is not None else frozenset()
     kinds = [(layer in spec.sliding, layer in mixtures) for layer in range(spec.num_layers)]
     first_of_each = (kinds.index(kind) for kind in set(kinds))
-    return dataclasses.replace(spec, num_layers=min(spec.num_layers, max(1, *first_of_each) + 2))
+    least = min(spec.num_layers, max(1, *first_of_each) + 2)
+    most = next(count for count in range(least, spec.num_layers + 1) if kinds[count - 1] == kinds[-1])
+    return dataclasses.replace(spec, num_layers=most)
 
 
 def _runner(
