@@ -276,7 +276,29 @@ def test_a_small_body_of_many_objects_stands_in_line_too(keyed: Served, monkeypa
         return decode(raw, kind)
 
     monkeypatch.setattr(bodies_module, "decode", noted)
-    for num in (2000, 20_000):
-        keyed.refused(COMPLETIONS, {"prompt": "{}," * num}, param="prompt")
-    assert "tandem-bodies" not in threads[0] and "tandem-bodies" in threads[1]
+    for piece, num in (("{},", 100), ("{},", 200), ("\\u007B,", 200), ("\\u004b,", 200)):
+        raw = f'{{"prompt":"{piece * num}{" " * 400}"}}'.encode()
+        keyed.refused(COMPLETIONS, None, param="prompt", content=raw, headers=JSON)
+    assert ["tandem-bodies" in name for name in threads] == [False, True, True, False]
     keyed.at_rest()
+
+
+def test_no_two_quick_bodies_are_rendered_at_once(keyed: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds the interpreter: with many threads the event loop would hardly have its turn."""
+    front = keyed.service.engine._front
+    render, num, most = front.render, 0, 0
+
+    def slow(*what: Any, **options: Any) -> str:
+        nonlocal num, most
+        num += 1
+        most = max(most, num)
+        time.sleep(0.01)
+        text = render(*what, **options)
+        num -= 1
+        return text
+
+    monkeypatch.setattr(front, "render", slow)
+    quick = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: keyed.post(CHAT, quick), range(16)))
+    assert {answer.status_code for answer in answers} == {200} and most == 1

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -44,6 +44,7 @@ class AsyncEngine:
         self.max_length, self.num_logits = self.card.max_length, self.card.num_logits
         self._busy_s = time.perf_counter()
         self._closing = False
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="tandem-render")
 
     @classmethod
     async def start(
@@ -109,10 +110,10 @@ class AsyncEngine:
         """Token ids of a conversation, for ``submit``; options as chat.ChatTemplate.render. Raises RequestError.
 
         The template is rendered in a thread, the executor's if one is given: it is the model author's code and may be
-        slow.
+        slow. Else one is rendered at a time: each holds the interpreter, and many would leave the event loop no turn.
         """
         render = partial(self._front.render, messages, tools, **options)
-        text = await asyncio.get_running_loop().run_in_executor(executor, render)
+        text = await asyncio.get_running_loop().run_in_executor(executor or self._renderer, render)
         return await self._front.encode_async(text, add_special_tokens=False)
 
     async def update_weights(self, source: str) -> None:
@@ -161,6 +162,7 @@ class AsyncEngine:
             await asyncio.sleep(DRAIN_POLL_S)
         self._front.stopped(self.error)
         await asyncio.shield(asyncio.to_thread(self._host.close, exit_s))
+        self._renderer.shutdown(wait=False, cancel_futures=True)
         self.text.close()
 
     def _require_open(self) -> None:

@@ -3,8 +3,9 @@
 It knows headers and bytes; it does not know fields. A body counts from its first byte until the request is admitted
 or answered: what has been read is held as text while the template and the tokenizer are at work on it.
 
-Large bodies are decoded and understood on a thread of their own, one body at a time, so that the event loop has its
-turn between any two steps of that. What takes long in one step is refused; see nesting.py. Clients take turns:
+Large bodies, which are all but quick ones (see nesting.py), are decoded and understood on a thread of their own, one
+body at a time, so that the event loop has its turn between any two steps of that. What takes long in one step is
+refused; see there, too. Clients take turns:
 
     read ─► in line, each client's by size ─► its turn: decoded, rendered, encoded ─► admitted, or answered
 """
@@ -25,7 +26,7 @@ from tandem.line import Line
 from tandem.serve.events import ClientGoneError, unless_gone
 from tandem.serve.failure import HttpError, decode
 from tandem.serve.guard import client_of
-from tandem.serve.nesting import is_small
+from tandem.serve.nesting import is_quick
 from tandem.serve.share import over_share
 
 Body = TypeVar("Body")
@@ -227,7 +228,7 @@ async def read_json(request: Request, kind: type[Body], limit_bytes: int) -> Bod
     except TimeoutError:
         bodies.num_late += 1
         raise HttpError(f"the body did not come within {bodies.wait_s:g} s.", code="request_timeout") from None
-    if not is_small(raw):
+    if not is_quick(raw):
         await bodies.take_turn(request)
     return await apart_of(request)(decode, bytes(raw), kind)
 
