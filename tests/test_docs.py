@@ -1,5 +1,6 @@
 """What the documents say is so: links lead somewhere, named tests exist, examples run, scripts are well-formed."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -22,6 +23,23 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert not missing
+
+
+def test_each_limit_of_the_server_stands_in_its_table() -> None:
+    """Options that limit what the server takes; those whose help names 429 or 503 stand beside that status, too."""
+    from tandem.serve.options import ServeOptions
+
+    page = (ROOT / "docs" / "server.md").read_text()
+    limits = re.search(r"\n## Limits\n(.*?)\n## ", page, re.DOTALL).group(1)
+    fields = [f for f in dataclasses.fields(ServeOptions) if f.metadata["group"] == "limits"]
+    options = {f"--{f.name.replace('_', '-')}": f.metadata["help"] for f in fields}
+    options |= {"--max-waiting": "429", "--max-new-grammars": "503"}
+    assert [name for name in options if f"`{name}`" not in limits] == []
+    for status in ("429", "503"):
+        rows = "".join(line for line in page.splitlines() if line.startswith(f"| {status} |"))
+        assert [name for name, text in options.items() if status in text and f"`{name}`" not in rows] == []
+    assert "429" in options["--max-bodies"] and "503" in options["--max-bodies"]
+    assert "page" in next(f.metadata["help"] for f in dataclasses.fields(ServeOptions) if f.name == "api_key_file")
 
 
 def test_each_invariant_names_tests_that_exist() -> None:

@@ -32,7 +32,10 @@ class ServeOptions:
     )
 
     api_key_file: str | None = _option(
-        None, "security", "file of API keys, one a line; every route but /health then needs one", unit="file"
+        None,
+        "security",
+        "file of API keys, one a line; every route but /health and the page then needs one",
+        unit="file",
     )
     cors_origin: tuple[str, ...] = _option(
         (),
@@ -80,7 +83,11 @@ class ServeOptions:
     )
     max_body: int = _option("4MiB", "limits", "largest request body; larger get 413", unit="bytes", low=1024)
     max_bodies: int = _option(
-        "64MiB", "limits", "memory for request bodies that are read or encoded; more get 503", unit="bytes", low=1024
+        "64MiB",
+        "limits",
+        "memory for request bodies that are read or encoded; more get 503, or 429 beyond one client's share",
+        unit="bytes",
+        low=1024,
     )
     max_connections: int | None = _option(
         None, "limits", "most open connections; more get 503 (default: 8192, or what descriptors allow)", low=1
