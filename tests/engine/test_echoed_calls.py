@@ -53,6 +53,13 @@ ALTERNATING = (  # as Gemma 3 and Llama 2
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
+ONE = (  # as Llama 3.1
+    "{% for m in messages %}{% if m.role == 'tool' %}[ipython]{{ m.content }}{% elif m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls at once') }}{% endif %}"
+    "{% set f = m.tool_calls[0].function %}[assistant]{{ m.content }}{{ f.name }}:{{ f.arguments | tojson }}"
+    "{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}{{ tools }}"
+)
+FIRST = ONE.replace("m.tool_calls | length != 1", "false")
 NO_RESULTS = (  # calls, and roles that it knows
     "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<{{ c.function | tojson }}>{% endfor %}{% endif %}{% endfor %}{{ tools }}"
@@ -113,7 +120,8 @@ def test_the_way_of_a_template_is_found_by_trying() -> None:
         HERMES: CallWay(), MISTRAL: CallWay(), LLAMA: CallWay(), TEXT: CallWay(as_text=True),
         SHOWN: CallWay(as_text=True), NAMES: CallWay(takes_text=False), KEYS: CallWay(takes_text=False),
         SILENT: CallWay(as_text=True, needs_nothing=True), STERN: CallWay(as_text=True), BARE: None, ALTERNATING: None,
-        NINE: CallWay(short_ids=True), NO_RESULTS: CallWay(by_user=True), REFUSES_RESULTS: CallWay(by_user=True),
+        ONE: CallWay(one_call=True), FIRST: CallWay(one_call=True), NINE: CallWay(short_ids=True),
+        NO_RESULTS: CallWay(by_user=True), REFUSES_RESULTS: CallWay(by_user=True),
         "{{ raise_exception('no') }}{{ messages[0]['tool_calls'] }}": CallWay(),
     }.items():  # fmt: skip
         assert ChatTemplate(template).call_way == way, template
@@ -234,3 +242,16 @@ def test_results_are_the_user_s_where_the_template_knows_no_such_role(template: 
     assert told.endswith(f"{results}\nand?[assistant]so")
     told = chat.render([*talk, more[1], *more], add_generation_prompt=False).removesuffix("None")
     assert told.endswith(f"{results}[assistant]so[user]and?[assistant]so")
+
+
+@pytest.mark.parametrize("template", [ONE, FIRST])
+def test_where_a_template_takes_one_call_a_message_each_has_its_own_with_its_result(template: str) -> None:
+    calls = [call(f'{{"x": {number}}}', number=f"c{number}") for number in range(3)]
+    told = prompt(template, *calls, results=("c2", "c9", "c0", "c2"))
+    assert told == (
+        '[user]hi[assistant]f:{"x": 0}[ipython]result c0[assistant]f:{"x": 1}'
+        '[assistant]f:{"x": 2}[ipython]result c2[ipython]result c2[ipython]result c9None'
+    )
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well", "tool_calls": calls[:2]}]
+    told = ChatTemplate(template).render([*talk, *talk[:1]])
+    assert told == '[user]hi[assistant]wellf:{"x": 0}[assistant]f:{"x": 1}[user]hiNone'

@@ -2,7 +2,8 @@
 
 The API carries arguments as text. Some templates write them as JSON themselves or go over their names, and want the
 object; others put them between texts, and want the text. Some write calls only where the message has no content, and
-some take only ids of nine letters and digits, which other servers do not make. Some know calls, but no results.
+some take only ids of nine letters and digits, which other servers do not make. Some know calls, but no
+results, and some one call a message.
 """
 
 import base64
@@ -32,6 +33,7 @@ class CallWay(NamedTuple):
     takes_text      it writes arguments that are text as they stand; else it only takes objects.
     needs_nothing   it writes calls only of messages whose content is None.
     short_ids       it refuses ids but those of nine letters and digits.
+    one_call        of a message's calls it takes one alone: each goes into a message of its own, its result behind it.
     by_user         it refuses results, or leaves them out: they are told as the user's, in the Hermes way.
     """
 
@@ -39,6 +41,7 @@ class CallWay(NamedTuple):
     takes_text: bool = True
     needs_nothing: bool = False
     short_ids: bool = False
+    one_call: bool = False
     by_user: bool = False
 
 
@@ -79,12 +82,23 @@ def _refined(run: Run, way: CallWay) -> CallWay:
         _run(run, talk.messages(answered)) is not None and _run(run, long.messages(answered)) is None
         for answered in (False, True)
     )
-    way = way._replace(short_ids=short_ids)
+    way = way._replace(short_ids=short_ids, one_call=not _takes_two(run, talk))
     result = f"x{secrets.token_hex(8)}"
     answered = talk._replace(result=result).messages(True)
     if result not in (_run(run, answered) or ""):
         way = way._replace(by_user=result in (_run(run, with_written_results(answered)) or ""))
     return way
+
+
+def _takes_two(run: Run, talk: "_Talk") -> bool:
+    """Whether it writes both calls of a message."""
+    names = [f"x{secrets.token_hex(8)}" for _ in range(2)]
+    first, second = (
+        talk._replace(name=name, identity=f"call0000{place}").messages(True) for place, name in enumerate(names)
+    )
+    calling = {**first[1], "tool_calls": first[1]["tool_calls"] + second[1]["tool_calls"]}
+    both = [first[0], calling, first[2], second[2]]
+    return any(all(name in (_run(run, tried) or "") for name in names) for tried in (both[:2], both))
 
 
 class _Talk(NamedTuple):
@@ -125,6 +139,8 @@ def handed_over(messages: Sequence[dict[str, Any]], way: CallWay) -> list[dict[s
     handed = list(_with_handed_calls(messages, way))
     if way.short_ids:
         handed = [_with_short_ids(message) for message in handed]
+    if way.one_call:
+        handed = _with_one_call_each(handed)
     return with_written_results(handed) if way.by_user else handed
 
 
@@ -139,6 +155,27 @@ def _with_handed_calls(messages: Sequence[dict[str, Any]], way: CallWay) -> Iter
         where = f"messages[{place}].tool_calls"
         made = [_handed(call, f"{where}[{number}].function.arguments", way) for number, call in enumerate(calls)]
         yield {**message, "tool_calls": made, **({"content": None} if way.needs_nothing else {})}
+
+
+def _with_one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each call in a message of its own, with its results behind it; other results of the same turn come last."""
+    split: list[dict[str, Any]] = []
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results: dict[Any, list[dict[str, Any]]] = {}
+        while place < len(messages) and messages[place]["role"] == "tool":
+            results.setdefault(messages[place].get("tool_call_id"), []).append(messages[place])
+            place += 1
+        for number, call in enumerate(calls):
+            content = message["content"] if number == 0 or message["content"] is None else ""
+            split += [{**message, "content": content, "tool_calls": [call]}, *results.pop(call.get("id"), ())]
+        split += [result for left in results.values() for result in left]
+    return split
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
