@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.line import Line
+from tandem.line import Line, LineOfKinds
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,30 @@ def test_each_comes_once_and_a_client_s_own_in_order(actions: list[tuple[str, st
             assert item == next(other for other in inside if other.client == item.client)
             inside.remove(item)
             came.append(item)
+        line.check()
+        assert sorted(line, key=lambda item: item.number) == inside and len(line) == len(inside)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["append", "pop", "remove"])), max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_kinds_of_a_client_share_its_turns(actions: list[tuple[str, str]]) -> None:
+    """Each comes once, those of a client and kind in order; with all clients there, they come by turns."""
+    line, inside, last = LineOfKinds[Item](lambda item: str(item.number % 3)), list[Item](), ""
+    for number, (client, what) in enumerate(actions):
+        own = [item for item in inside if item.client == client]
+        if what == "append":
+            line.append(Item(client, number))
+            inside.append(Item(client, number))
+        elif what == "remove" and own:
+            line.remove(own[-1])
+            inside.remove(own[-1])
+        elif what == "pop" and inside:
+            item = line.popleft()
+            line.put_last(item)
+            kind = [other for other in inside if (other.client, other.number % 3) == (item.client, item.number % 3)]
+            assert item == kind[0]
+            assert item.client != last or {other.client for other in inside} == {last}
+            inside.remove(item)
+            last = item.client
         line.check()
         assert sorted(line, key=lambda item: item.number) == inside and len(line) == len(inside)

@@ -95,6 +95,15 @@ def test_a_smaller_body_of_the_same_client_waits_for_one_larger_one_alone() -> N
     run(test())
 
 
+def test_a_client_has_no_more_turns_for_having_bodies_of_many_sizes() -> None:
+    async def test() -> None:
+        whom = [("a", SMALL << size) for size in range(6)] + [("b", SMALL), ("b", SMALL)]
+        async with in_line(Bodies(), *whom) as asking:
+            assert await order_of(asking) == [0, 6, 1, 7, 2, 3, 4, 5]
+
+    run(test())
+
+
 def test_who_leaves_or_is_cancelled_is_in_nobody_s_way() -> None:
     async def test() -> None:
         async with in_line(Bodies(), *[("a", BIG)] * 4) as asking:

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import RequestError
-from tandem.line import Line
+from tandem.line import LineOfKinds
 from tandem.serve.events import ClientGoneError, unless_gone
 from tandem.serve.failure import HttpError, decode
 from tandem.serve.guard import client_of
@@ -39,12 +40,13 @@ CLAIM, TURN = "tandem.body_bytes", "tandem.body_turn"
 class Turn:
     """One large body's.
 
-    client   the line it stands in: bodies of one client take turns by size, so that a long one delays only its like.
+    client   who asks.
+    size     bodies of one client take turns by size, so that a long one delays only its like.
     begun    its turn has come.
     """
 
-    owner: str
     client: str
+    size: str
     begun: asyncio.Future[None]
 
 
@@ -66,7 +68,7 @@ class Bodies:
     peak_bytes: int = 0
     num_refused: int = 0
     num_late: int = 0
-    line: Line[Turn] = field(default_factory=Line)
+    line: LineOfKinds[Turn] = field(default_factory=lambda: LineOfKinds(attrgetter("size")))
     turn: Turn | None = None
     held: Counter[str] = field(default_factory=Counter)
     waiting: Counter[str] = field(default_factory=Counter)
@@ -98,12 +100,12 @@ class Bodies:
 
         Raises 429 or 503 if too many wait already, 503 behind wait_s, ClientDisconnect.
         """
-        scope, owner = request.scope, client_of(request.scope)
-        self._check_share("large bodies", self.max_waiting, len(self.line), self.waiting[owner], 1)
-        size = scope[CLAIM].bit_length()
-        turn = scope[TURN] = Turn(owner, f"{size} {owner}", asyncio.get_running_loop().create_future())
+        scope, client = request.scope, client_of(request.scope)
+        self._check_share("large bodies", self.max_waiting, len(self.line), self.waiting[client], 1)
+        size = str(scope[CLAIM].bit_length())
+        turn = scope[TURN] = Turn(client, size, asyncio.get_running_loop().create_future())
         self.line.append(turn)
-        self.waiting[owner] += 1
+        self.waiting[client] += 1
         self._next()
         if turn is self.turn:
             return
@@ -130,23 +132,23 @@ class Bodies:
             return
         if self.turn is turn:
             self.turn = None
-            self.line.put_last(turn.client)
+            self.line.put_last(turn)
             self._next()
         else:
             self.line.remove(turn)
-            _take(self.waiting, turn.owner, 1)
+            _take(self.waiting, turn.client, 1)
 
     def _next(self) -> None:
         if self.turn is None and self.line:
             turn = self.turn = self.line.popleft()
-            _take(self.waiting, turn.owner, 1)
+            _take(self.waiting, turn.client, 1)
             if not turn.begun.done():  # else it is about to leave, and gives its turn back
                 turn.begun.set_result(None)
 
     def check(self) -> None:
         self.line.check()
         assert self.num_bytes == self.held.total(), "bodies have lost count of their bytes"
-        assert Counter(turn.owner for turn in self.line) == self.waiting, "bodies have lost count of who waits"
+        assert Counter(turn.client for turn in self.line) == self.waiting, "bodies have lost count of who waits"
         assert self.turn is not None or not self.line, "it is nobody's turn, and somebody waits"
 
     def statistics(self) -> dict[str, Any]:
