@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.serve.calls import HERMES, LLAMA, MISTRAL, CallFormat, Calls
+from tandem.serve.calls import HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
 from tandem.serve.parse import AnswerParser, Reasoning
 
 NAMES = ("weather", "time")
@@ -80,6 +80,7 @@ def test_what_is_no_call_stays_content_as_written(text: str) -> None:
 
 def test_a_call_cut_short_keeps_what_came() -> None:
     assert calls_of(HERMES, '<tool_call>{"name": "time", "arguments": {"zo') == ("", [("time", '{"zo')])
+    assert calls_of(HERMES, f"<tool_call>{CALL}</tool") == ("", [("weather", ARGUMENTS)])
 
 
 @pytest.mark.parametrize("governed", [False, True])
@@ -167,3 +168,66 @@ def test_ids_are_of_the_one_form_that_every_template_takes() -> None:
     text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
     ids = [piece.tool.id for piece in Calls(MISTRAL, ["f"]).feed(text, final=True) if piece.tool and piece.tool.id]
     assert len(set(ids)) == 2 and all(len(made) == 9 and made.isascii() and made.isalnum() for made in ids)
+
+
+def tagged(name: str, **values: str) -> str:
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+SCHEMAS = {"weather": {"properties": {
+    "city": {"type": "string"}, "days": {"type": "integer"}, "share": {"type": ["number", "null"]},
+    "fine": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "list": {"$ref": "#/$defs/list"}, "any": {},
+    "note": {"type": ["string", "null"]}, "pick": {"enum": [1, 2]},
+}, "$defs": {"list": {"type": "array"}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("city", "12", "12"), ("city", "a\n<b>\n  c", "a\n<b>\n  c"), ("city", "\nx\n", "\nx\n"), ("days", "12", 12),
+        ("days", "many", "many"), ("days", "1.5", "1.5"), ("share", "3", 3), ("share", "None", None),
+        ("fine", "True", True),
+        ("fine", "false", False), ("list", '[1, {"a": "</b>"}]', [1, {"a": "</b>"}]), ("any", "5", "5"),
+        ("other", "5", "5"), ("note", "null", None), ("note", "7", "7"), ("pick", "2", 2), ("days", "NaN", "NaN"),
+        ("city", "", ""), ("list", "[" * 100_000, "[" * 100_000),
+    ],
+)  # fmt: skip
+def test_values_between_tags_are_of_the_type_that_the_schema_says(key: str, written: str, value: object) -> None:
+    content, [(name, arguments)] = calls_of(TAGGED, tagged("weather", **{key: written}), schemas=SCHEMAS)
+    assert (content, name) == ("", "weather") and json.loads(arguments) == {key: value}
+
+
+def test_calls_between_tags_stand_between_content() -> None:
+    text = f"Well.\n{tagged('weather', city='Rome', days='2')}\n{tagged('time')}\nSo."
+    calls = [("weather", '{"city": "Rome", "days": 2}'), ("time", "{}")]
+    assert calls_of(TAGGED, text, schemas=SCHEMAS) == ("Well.So.", calls)
+    for cut in range(len(text)):
+        for pieces in ([text[:cut], text[cut:]], list(text)):
+            content, _, found = parse(Calls(TAGGED, NAMES, schemas=SCHEMAS), pieces)
+            assert (content, found) == ("Well.So.", calls), cut
+            if cut:
+                break
+    other = tagged("unknown", city="Rome")
+    assert calls_of(TAGGED, other) == (other, [])
+    spaced = tagged("time", a="1", b="2").replace("\n<", " " * 700 + "<").replace("</function>", "<x>?</function>")
+    ((_, arguments),) = calls_of(TAGGED, spaced)[1]
+    assert {key: value.strip() for key, value in json.loads(arguments).items()} == {"a": "1", "b": "2"}
+    assert calls_of(TAGGED, "<tool_call>\n<functio") == ("<tool_call>\n<functio", [])
+    assert calls_of(TAGGED, tagged("time", a="1").replace("</function>\n", "")) == ("", [("time", '{"a": "1"}')])
+    assert calls_of(TAGGED, "<tool_call><function=" + "x" * 5000)[1] == []
+    assert calls_of(TAGGED, '<tool_call>{"name": "time", "arguments": {}}</tool_call>') == ("", [("time", "{}")])
+
+
+def test_a_call_between_tags_that_is_cut_short_keeps_whole_parameters() -> None:
+    text = tagged("weather", city="Rome", days="2")
+    seen = set()
+    for size in range(len("<tool_call>\n<function=weather>"), len(text)):
+        parser = Calls(TAGGED, NAMES, schemas=SCHEMAS)
+        content, _, calls = parse(parser, [text[:size]])
+        assert not content and parser.cut_short == ("</function>" not in text[:size])
+        seen.update(calls)
+    assert seen == {
+        ("weather", '{"city": "Rome"'), ("weather", '{"city": "Rome", "days": 2'),
+        ("weather", '{"city": "Rome", "days": 2}'),
+    }  # fmt: skip

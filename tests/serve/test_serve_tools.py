@@ -273,3 +273,33 @@ def test_grammars_of_calls(form, null: Served) -> None:
             assert fits(free, f"hm {good}") and not fits(free, f"hm {bad}")
         if form is MISTRAL:
             assert "<[259]>" in grammars.forced().text
+
+
+CODER = (  # as Qwen3-Coder's template tells of tools and writes calls
+    "{% if tools %}{{ tools }}<tool_call><function=NAME>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}{% endfor %}"
+)
+
+
+def test_calls_between_tags_are_understood_and_come_back_so() -> None:
+    said = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+    lax = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    with serving(script=said, source={"chat_template": CODER}, max_model_len=2048) as served:
+        answer, calls = tool_answers(served, tools=lax)
+        assert answer["finish_reason"] == "tool_calls" and not answer["message"]["content"]
+        assert calls[0] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+        talk = [*HI, answer["message"]]
+        tokens = served.chat(talk, tools=lax, tool_choice="auto", max_tokens=1, return_token_ids=True)
+        prompt = served.post("/detokenize", {"tokens": tokens["prompt_token_ids"]}).json()["prompt"]
+        assert said in prompt
+        form = {"type": "json_object"}
+        for fields, param in (
+            ({"tools": lax, "tool_choice": "required"}, "tool_choice"), ({"tools": STRICT}, "tools"),
+            ({"tools": lax, "response_format": form}, "tools"),
+        ):  # fmt: skip
+            refused = served.post(CHAT, {"messages": HI, "max_tokens": 9, **fields})
+            assert refused.status_code == 400, refused.text
+            error = refused.json()["error"]
+            assert error["param"] == param and "between tags" in error["message"] and "auto" in error["message"]

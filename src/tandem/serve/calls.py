@@ -1,6 +1,7 @@
 """Tool calls in an answer's text, in the ways that model families write them. It knows neither tokens nor HTTP.
 
     Hermes, Qwen   text <tool_call>{"name": …, "arguments": {…}}</tool_call> …
+    Qwen3-Coder    text <tool_call><function=…><parameter=…>…</parameter>…</function></tool_call> …
     Mistral        text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]     or  [TOOL_CALLS]name[ARGS]{…}
     Llama 3        {"name": …, "parameters": {…}}; {…}                     the whole answer, or none of it
 
@@ -11,12 +12,13 @@ its first argument on: one that is cut short before that is given as nothing.
 import json
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.serve.parse import Piece, ToolPiece, hold_back, space_before
+from tandem.serve.tagged_call import FUNCTION, MAX_NAME, TaggedCall
 
-MAX_NAME = 256
 _ALPHABET = string.ascii_letters + string.digits
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -27,15 +29,18 @@ class CallFormat:
 
     arguments_key   as the family writes it; both keys are understood.
     is_list         between opening and closing stands a list of calls, or a name and arguments.
+    is_tagged       a call's name and arguments stand between tags, see tagged_call.
     """
 
     opening: str
     closing: str
     arguments_key: str = "arguments"
     is_list: bool = False
+    is_tagged: bool = False
 
 
 HERMES = CallFormat("<tool_call>", "</tool_call>")
+TAGGED = CallFormat("<tool_call>", "</tool_call>", is_tagged=True)
 MISTRAL = CallFormat("[TOOL_CALLS]", "", is_list=True)
 LLAMA = CallFormat("", "", arguments_key="parameters")
 
@@ -44,6 +49,7 @@ class Calls:
     """Parts text into content and tool calls of one format, without the whitespace beside calls.
 
     names    the tools that were offered.
+    schemas  the parameters of tools, by which values between tags are understood.
     single   only the first call is given, later ones are dropped.
 
     What a grammar governs is a call as soon as it begins as one, so what is none yet when the answer is cut short is no
@@ -55,17 +61,17 @@ class Calls:
 
     def __init__(
         self, form: CallFormat, names: Sequence[str], *, single: bool = False, governed: bool = False,
-        alone: bool = False, forced: Sequence[str] = (),
+        alone: bool = False, forced: Sequence[str] = (), schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         self._form, self._names, self._single = form, frozenset(names), single
         self._governed, self._alone, self._forced = governed, alone, tuple(forced)
-        self._begin = ""
+        self._begin, self._schemas = "", schemas or {}
         self._separators = " \t\r\n,;" if form.is_list or not form.opening else " \t\r\n"
         self._buffer = ""
         self._space = ""  # whitespace that belongs to content if content follows, and to nothing beside a call
         self._raw = ""  # what was written since the opening and is not known to be a call
         self._state = self._outside if form.opening else self._start
-        self._call = CallText()
+        self._call: CallText | TaggedCall = CallText()
         self._number = 0
         self._cut = False  # a call was begun, and nothing of it given
 
@@ -128,6 +134,11 @@ class Calls:
         if self._buffer[0] == "{":
             self._begin_call(CallText())
             return True
+        if self._form.is_tagged and FUNCTION.startswith(self._buffer[: len(FUNCTION)]):
+            if len(self._buffer) >= len(FUNCTION):
+                self._begin_call(TaggedCall(self._schemas))
+                return True
+            return self._no_call(pieces) if final else False
         if not self._form.is_list:
             return self._no_call(pieces)
         if self._buffer[0] == "[" and not "[ARGS]".startswith(self._buffer[:6]):
@@ -144,7 +155,7 @@ class Calls:
             return True
         return self._no_call(pieces) if final or len(head) > MAX_NAME else False
 
-    def _begin_call(self, call: "CallText") -> None:
+    def _begin_call(self, call: "CallText | TaggedCall") -> None:
         self._call, self._state = call, self._inside
 
     def _inside(self, pieces: list[Piece], final: bool) -> bool:
@@ -192,7 +203,8 @@ class Calls:
         if self._buffer[0] == "{" and (self._form.is_list or not self._form.opening):
             self._begin_call(CallText())
             return True
-        if closing and len(self._buffer) < len(closing) and closing.startswith(self._buffer) and not final:
+        if closing and len(self._buffer) < len(closing) and closing.startswith(self._buffer):
+            self._buffer = "" if final else self._buffer
             return False
         if closing and self._buffer.startswith(closing):
             self._take(len(closing))

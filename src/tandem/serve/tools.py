@@ -5,7 +5,7 @@ no tools is told of them in a system message, in the Hermes format, which most l
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ import msgspec
 from tandem.errors import RequestError
 from tandem.request import Constraint
 from tandem.serve.call_grammar import ARGS, CallGrammar, SpecialId
-from tandem.serve.calls import HERMES, LLAMA, MAX_NAME, MISTRAL, CallFormat, Calls
+from tandem.serve.calls import HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
 from tandem.serve.conversation import with_instruction
 from tandem.serve.parse import THINK_OPEN, AnswerParser, Reasoning
 from tandem.serve.schema import ChatRequest, FunctionTool, NamedToolChoice
+from tandem.serve.tagged_call import FUNCTION, MAX_NAME
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 << 10
@@ -35,6 +36,7 @@ class ToolUse:
     constraint     the answer's grammar.         constraint_param   the field it comes from, None: response_format.
     leaves_text    the grammar only governs calls: there is room for thoughts and text.
     forced         tools of which one must be called.
+    schemas        parameters of tools, where calls are written between tags.
     """
 
     for_template: list[dict[str, Any]] | None = None
@@ -46,6 +48,7 @@ class ToolUse:
     constraint_param: str | None = None
     leaves_text: bool = False
     forced: tuple[str, ...] = ()
+    schemas: Mapping[str, Mapping[str, Any]] | None = None
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation, with the instruction in its system message."""
@@ -69,7 +72,15 @@ class ToolUse:
                 alone = use.constraint is not None and not use.leaves_text
                 # without an opening, an answer by a schema begins like a call
                 governed = use.leaves_text or (alone and bool(use.form.opening))
-                calls = Calls(use.form, use.names, single=use.single, governed=governed, alone=alone, forced=use.forced)
+                calls = Calls(
+                    use.form,
+                    use.names,
+                    single=use.single,
+                    governed=governed,
+                    alone=alone,
+                    forced=use.forced,
+                    schemas=use.schemas,
+                )
             if not thinks:
                 assert calls is not None
                 return calls
@@ -84,6 +95,8 @@ def format_of(template: str | None) -> CallFormat | None:
         return None
     if "[TOOL_CALLS]" in template:
         return MISTRAL
+    if "<tool_call>" in template and FUNCTION in template:
+        return TAGGED
     return HERMES if "<tool_call>" in template else LLAMA
 
 
@@ -124,6 +137,15 @@ def _governed(
     """The same use, with the grammar of its answers if there must be one."""
     assert use.form is not None
     strict = any(tool.strict for tool in tools)
+    if use.form.is_tagged:
+        if forced or strict or answer is not None:
+            what = "tool_choice" if forced else "strict tools" if strict else "tools beside response_format"
+            raise RequestError(
+                f"{what}: this model writes calls between tags (<function=…>), for which there is no grammar here.",
+                param="tool_choice" if forced else "tools", code="unsupported_value",
+                hint="use tool_choice auto, tools without strict, and no response_format: its calls are understood.",
+            )  # fmt: skip
+        return replace(use, schemas={tool.name: tool.parameters or {} for tool in tools})
     if forced:
         grammar = CallGrammar(use.form, forced, special_id, by_name=by_name).forced()
         names = tuple(tool.name for tool in forced)
