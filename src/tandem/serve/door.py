@@ -7,6 +7,7 @@ Connections are counted from ``accept`` on, unfinished TLS handshakes too, so th
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import resource
 import socket
@@ -98,7 +99,7 @@ class HttpServer(uvicorn.Server):
                 )  # fmt: skip
                 task = self._loop.create_task(self._enter(client, connection))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(functools.partial(self._entered, client, connection))
             else:
                 self._send_away(client)
 
@@ -123,6 +124,14 @@ class HttpServer(uvicorn.Server):
             connection.forget()
             client.close()
             raise
+
+    def _entered(self, client: socket.socket, connection: Connection, task: "asyncio.Task[None]") -> None:
+        """Or the door was shut meanwhile: such a connection may be made, and never be lost."""
+        self._tasks.discard(task)
+        if task.cancelled():
+            connection.forget()
+            client.close()
+            self.server_state.connections.discard(connection)
 
     def _send_away(self, client: socket.socket) -> None:
         """503, and a moment to read it."""
