@@ -187,6 +187,13 @@ def test_a_forced_call_cut_short_is_a_call_with_the_arguments_that_came(family: 
         assert "" in seen and len(seen) > 2
 
 
+def test_a_call_that_the_model_leaves_unfinished_is_an_incomplete_item() -> None:
+    tools = [{"type": "function", **STRICT[0]["function"], "strict": False}]
+    with serving(script=OSLO["hermes"][:60], max_model_len=2048) as served:
+        [item] = served.post(RESPONSES, {"input": "hi", "tools": tools}).json()["output"]
+        assert item["type"] == "function_call" and item["status"] == "incomplete"
+
+
 def test_of_several_forced_tools_none_is_made_up() -> None:
     other = {"type": "function", "function": {"name": "other"}}
     with serving(script=OSLO["hermes"], max_model_len=2048) as served:
@@ -303,3 +310,40 @@ def test_calls_between_tags_are_understood_and_come_back_so() -> None:
             assert refused.status_code == 400, refused.text
             error = refused.json()["error"]
             assert error["param"] == param and "between tags" in error["message"] and "auto" in error["message"]
+
+
+ALTERNATING = (  # as Gemma 3 and Llama 2
+    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+NINE = (  # as Mistral
+    "{% for m in messages %}{% for id in [m.tool_call_id] if m.role == 'tool' %}{% if id | length != 9 %}"
+    "{{ raise_exception('nine letters') }}{% endif %}{% endfor %}{% for c in m.tool_calls or [] %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}[TOOL_CALLS][{{ c.function | tojson }}]"
+    "{% endfor %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools }}"
+)
+ONE = (  # as Llama 3.1
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
+    "{{ raise_exception('only one') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}{{ tools }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(ALTERNATING, OSLO["hermes"] * 2), (NINE, OSLO["mistral"]), (ONE, f"{OSLO['llama']}; {OSLO['llama']}")],
+)
+def test_calls_that_the_server_made_are_taken_back_with_their_results(template: str, said: str) -> None:
+    lax = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    with serving(script=said, source={"chat_template": template}, max_model_len=4096) as served:
+        message = tool_answers(served, tools=lax)[0]["message"]
+        assert len(message["tool_calls"]) == (1 if template is NINE else 2)
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": f"sun {place}"}
+            for place, call in enumerate(message["tool_calls"])
+        ]
+        body = {"messages": [*HI, message, *results], "tools": lax, "max_tokens": 1, "return_token_ids": True}
+        answer = served.post(CHAT, body)
+        assert answer.status_code == 200, answer.text
+        prompt = served.post("/detokenize", {"tokens": answer.json()["prompt_token_ids"]}).json()["prompt"]
+        assert all(f"sun {place}" in prompt for place in range(len(results)))

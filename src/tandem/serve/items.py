@@ -177,8 +177,10 @@ class ResponsesReply(Reply):
                 for event in self._items.grow(piece, entries):
                     yield event
                 entries = []
-        whole_call = self._items.in_call and not (choice.parser is not None and choice.parser.in_call)
-        for event in self._items.close("incomplete" if choice.finish == "length" and not whole_call else "completed"):
+        cut = choice.finish == "length"
+        if self._items.in_call:  # whole calls stay whole, and a model may leave one unfinished
+            cut = choice.parser is not None and choice.parser.in_call
+        for event in self._items.close("incomplete" if cut else "completed"):
             yield event
 
     def _response(self) -> dict[str, Any]:
