@@ -29,6 +29,16 @@ def test_run_streams_one_answer_to_stdout() -> None:
     assert raw.returncode == 0 and raw.stdout != done.stdout, "the chat template makes a difference"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("words", [["run", *NULL, "--max-tokens", "5", "hello"], ["info", *NULL]], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_told_as_such(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "tandem", *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: the output cannot be written: No space left on device.\n")
+    assert "internal" not in done.stderr and "Traceback" not in done.stderr
+
+
 def test_what_is_piped_in_stands_behind_the_prompt() -> None:
     both = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "8", "--raw", "one\ntwo")
     piped = tandem_process("run", *NULL, "--ignore-eos", "--max-tokens", "8", "--raw", "one", text="two\n")

@@ -4,6 +4,8 @@ A command is a module with ``add_arguments(parser)`` and ``main(arguments) -> ex
 line is the help, EPILOG holds examples. Only the chosen command's module is loaded.
 """
 
+import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -24,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("tandem.cli.trace", "record host and device over time: a picture, a trace file and figures"),
     "info": ("tandem.cli.info", "show version, machine and the settings in force for a model"),
 }
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EXAMPLES = """
 examples:
   tandem run "What is the capital of France?"      one answer, from the small model that comes with tandem
@@ -39,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _log_plainly()
     try:
-        return dispatch("tandem", COMMANDS, words, EXAMPLES)
+        status = dispatch("tandem", COMMANDS, words, EXAMPLES)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here its failure can still be told
+        return status
     except TandemError as error:
         return _explain(error)
     except KeyboardInterrupt:
@@ -108,12 +114,17 @@ def _explain(error: TandemError) -> int:
 
 
 def _explain_unexpected(error: Exception) -> int:
-    """The system's errors with a file's name are the user's; all others are ours."""
+    """The system's errors with a file's name are the user's, and so is a full disk; all others are ours."""
     if debugging():
         raise error
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, OSError) and error.filename is not None:
         print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return EXIT_ERROR
+    if isinstance(error, OSError) and error.errno in FULL:
+        with contextlib.suppress(OSError):  # what could not be written is not tried once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr)
         return EXIT_ERROR
     print(f"internal error: {type(error).__name__}{': ' if reason else ''}{reason}", file=sys.stderr)
     print("hint: TANDEM_DEBUG=1 shows the traceback; please report it.", file=sys.stderr)
