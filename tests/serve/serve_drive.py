@@ -173,7 +173,7 @@ class Served:
             engine = now["engine"]
             planner = engine["planner"]
             busy = planner["kv"]["num_owned"] or planner["num_running"] or planner["num_waiting"] or engine["live"]
-            if not (busy or now["requests"] or engine["open"] or self.service.streams):
+            if not (busy or now["requests"] or now["logprobs"] or engine["open"] or self.service.streams):
                 break
             assert time.monotonic() < deadline_s, f"it never came to rest: {now}"
             time.sleep(0.02)

@@ -9,7 +9,9 @@ from serve_drive import Served, serving
 
 from tandem.engine.contract import Update
 from tandem.engine.text import Text
+from tandem.request import SamplingParams
 from tandem.serve import reply, shapes, written
+from tandem.serve.failure import HttpError
 from tandem.serve.items import ResponsesReply, echoed_of
 from tandem.serve.options import ServeOptions
 from tandem.serve.reply import Ask, Show
@@ -183,6 +185,59 @@ def test_admission_counts_answers_and_their_tokens() -> None:
         now = served.at_rest()
         assert (now["requests"], now["answers"], now["prompt_tokens"]) == (0, 0, 0)
         assert len(served.complete(["a"] * 21, max_tokens=1)["choices"]) == 21  # alone, it has room
+
+
+LISTED = {"max_tokens": 4, "logprobs": 4, "ignore_eos": True}  # 5 values a token
+
+
+def test_log_probabilities_are_counted_until_they_are_sent() -> None:
+    """In all and for each client; a whole answer counts until its client has read it."""
+    with serving(ServeOptions(max_logprobs=80, client_reserve=0.25), max_model_len=1024, step_s=0.05) as served:
+        served.complete([5], **{**LISTED, "max_tokens": 17})  # it is alone
+        served.at_rest()
+        long = {"prompt": [5], **LISTED, "max_tokens": 11, "stream": True}
+        with served.http.stream("POST", COMPLETIONS, json=long) as answer:
+            lines = answer.iter_lines()
+            assert "choices" in next(lines) and served.statistics()["logprobs"] == 55
+            error = served.refused(COMPLETIONS, {"prompt": "a", **LISTED}, status=429)
+            assert error["code"] == "queue_full" and "55 log-probabilities" in error["message"]
+            served.complete("a", max_tokens=4)
+        served.at_rest()
+        assert not served.service.logprobs
+        served.complete("a", **LISTED)
+
+
+def test_a_whole_answer_holds_its_log_probabilities_while_it_is_sent() -> None:
+    closed: list[bool] = []
+
+    async def app(scope, receive, send) -> None:
+        assert not closed
+        raise OSError("the client has gone")
+
+    async def main() -> None:
+        await written.Closing(app, lambda: closed.append(True))({}, None, None)
+
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(main())
+    assert closed == [True]
+
+
+def test_a_stream_whose_reader_leaves_too_many_log_probabilities_is_ended(null: Served) -> None:
+    service = null.service
+
+    async def main() -> None:
+        params = SamplingParams(max_tokens=200, logprobs=4, ignore_eos=True)
+        ask = Ask(await service.engine.submit([5, 6], params), 1, params=params)
+        updates = service.updates([ask], behind=8)
+        with pytest.raises(HttpError, match="more than 8 tokens") as slow:
+            async for _ in updates:
+                while not ask.stream.inbox.has_news or (ask.stream.inbox.num_logprobs and len(service.streams)):
+                    assert ask.stream.inbox.num_logprobs <= 8
+                    await asyncio.sleep(0.001)
+        assert slow.value.code == "reader_too_slow"
+
+    null.run(main())
+    null.at_rest()
 
 
 def test_an_answer_that_is_not_shown_is_not_counted(null: Served) -> None:

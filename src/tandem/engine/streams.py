@@ -47,6 +47,11 @@ class Backlog:
     def has_news(self) -> bool:
         return self.ended or bool(self._updates)
 
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens with log-probabilities that wait."""
+        return sum(len(update.logprobs or ()) for update in self._updates.values())
+
     def take(self) -> Update | None:
         """The next update; None: there is none yet. Raises the error behind the last update, or StopIteration."""
         if self._updates:
@@ -86,6 +91,17 @@ class AsyncInbox:
     def has_news(self) -> bool:
         """Whether ``take`` gives an update, or the end."""
         return self._backlog.has_news
+
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens with log-probabilities that wait to be taken."""
+        return self._backlog.num_logprobs
+
+    def drop(self, error: TandemError) -> None:
+        """What has come and was not taken is dropped; the reader gets the error."""
+        self._backlog.clear()
+        self._backlog.end(error)
+        self._wake()
 
     def feed(self, update: Update) -> None:
         if not self._backlog.ended:

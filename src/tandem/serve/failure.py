@@ -35,6 +35,7 @@ STATUS_BY_CODE = {
     "method_not_allowed": 405,
     "invalid_api_key": 401,
     "request_timeout": 408,
+    "reader_too_slow": 408,
     "request_too_large": 413,
     "misdirected_request": 421,
     "headers_too_large": 431,

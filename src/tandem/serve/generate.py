@@ -23,13 +23,14 @@ from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
 from tandem.serve.failure import reworded
 from tandem.serve.guard import client_of
+from tandem.serve.logprob_room import fit_logprobs, tokens_behind
 from tandem.serve.refusals import MAX_VALUES, check_count
 from tandem.serve.reply import Ask, Reply, Show
 from tandem.serve.schema import ChatRequest, CompletionRequest, Generation
 from tandem.serve.service import Service
 from tandem.serve.shapes import ChatReply, CompletionReply
 from tandem.serve.tools import ToolUse, tool_use
-from tandem.serve.written import response_of_parts
+from tandem.serve.written import Closing, response_of_parts
 
 Prompt = str | Sequence[int]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -233,10 +234,14 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
     _check_priority(asked, engine.card)
     num_answers = _checked_answers(job, service.limits)
     tokens = await _encoded(service, job)
-    _fit_logprobs(job, [len(ids) for ids in tokens], engine.card.max_length, service.limits)
+    lengths = [len(ids) for ids in tokens]
+    job.params, num_logprobs = fit_logprobs(
+        job.params, job.show, lengths, engine.card.max_length, service.limits, held=job.is_held, echo=job.echo
+    )
     service.bodies.release(request.scope)
-    with ExitStack() as stack:
+    with ExitStack() as room, ExitStack() as stack:
         client = client_of(request.scope)
+        room.enter_context(service.logprobs_held(client, num_logprobs))
         bundle = stack.enter_context(service.admitted(client, num_answers, sum(map(len, tokens)) * job.params.n))
         asks: list[Ask] = []
         stack.callback(_abort, asks)
@@ -254,12 +259,16 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
             job.show.explain = lambda: journey.account(engine)
         reply = job.make_reply(asks, job.show)
         service.journeys.keep(reply.id, journey)
-        updates = service.updates(asks, asked.timeout_s, job.constraint_param if job.params.constraint else None)
-        held = stack.pop_all()
+        naming = job.constraint_param if job.params.constraint else None
+        behind = None if job.is_held else tokens_behind(job.params)
+        updates = service.updates(asks, asked.timeout_s, naming, behind)
+        answered, sent = stack.pop_all(), room.pop_all()
 
     def end(error: Exception | None) -> None:
         journey.answered_s = time.perf_counter()
-        held.close()
+        answered.close()
+        if asked.stream or error is not None:
+            sent.close()
         request.state.counted = True
         service.count(error)
 
@@ -276,7 +285,7 @@ async def answer(request: Request, service: Service, job: Job) -> ASGIApp:
         end(error if isinstance(error, Exception) else ClientGoneError())
         raise
     end(None)
-    return finished
+    return Closing(finished, sent.close)
 
 
 def _checked_answers(job: Job, limits: Limits) -> int:
@@ -288,32 +297,6 @@ def _checked_answers(job: Job, limits: Limits) -> int:
             param="n" if n > 1 else "prompt", hint="send several requests, each when the one before it is answered.",
         )  # fmt: skip
     return num_prompts * n
-
-
-def _fit_logprobs(job: Job, lengths: Sequence[int], max_length: int, limits: Limits) -> None:
-    """Raise RequestError if an answer that is held until its end may show too many log-probabilities.
-
-    Without max_tokens an answer takes what is left of the context, or as much of it as may be shown.
-    """
-    params, show = job.params, job.show
-    if not job.is_held or not (show.logprobs or show.prompt_logprobs):
-        return
-    of_new = 1 + (params.logprobs or 0) if show.logprobs else 0
-    of_prompt = (1 + (params.prompt_logprobs or 0)) * (show.prompt_logprobs + (job.echo and show.logprobs))
-    num_prompt, num_answers = params.n * sum(lengths) * of_prompt, params.n * len(lengths)
-    most = params.max_tokens
-    if most is None and of_new:
-        room = (limits.max_answer_logprobs - num_prompt) // (num_answers * of_new)
-        most = max(1, min(room, max_length - min(lengths)))
-        if most < max_length - max(lengths):
-            job.params = dataclasses.replace(params, max_tokens=most)
-    num = num_prompt + num_answers * (most or 0) * of_new
-    if num > limits.max_answer_logprobs:
-        raise RequestError(
-            f"the answer may hold {num} log-probabilities; the limit is {limits.max_answer_logprobs}.",
-            param="logprobs" if show.logprobs else "prompt_logprobs",
-            hint="ask for fewer tokens, fewer answers, or fewer alternatives to a token, or for a stream.",
-        )
 
 
 def _check_priority(asked: Asked, card: Card) -> None:

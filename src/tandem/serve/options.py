@@ -100,14 +100,21 @@ class ServeOptions:
     client_reserve: float = _option(
         0.125,
         "limits",
-        "share of --max-requests, --max-queued-tokens and --max-bodies that is kept for clients (API keys, or else "
-        "addresses) which hold no more than that share",
+        "share of --max-requests, --max-queued-tokens, --max-bodies and --max-logprobs that is kept for clients (API "
+        "keys, or else addresses) which hold no more than that share",
         unit="share",
         low=0.0,
         high=1.0,
     )
     max_answer_logprobs: int = _option(
         1 << 20, "limits", "most log-probabilities in one answer that is not streamed, alternatives among them", low=1
+    )
+    max_logprobs: int | None = _option(
+        8 << 20,
+        "limits",
+        "most log-probabilities that all requests together may hold until they are sent, some 110 bytes each; more "
+        "get 429",
+        low=1,
     )
 
     keep_alive: float = _option(
@@ -165,4 +172,6 @@ class ServeOptions:
 
     @property
     def queue(self) -> QueueLimits:
-        return QueueLimits(self.max_requests, self.max_queued_tokens, self.queue_timeout, self.client_reserve)
+        return QueueLimits(
+            self.max_requests, self.max_queued_tokens, self.queue_timeout, self.client_reserve, self.max_logprobs
+        )

@@ -25,6 +25,7 @@ from tandem.serve.share import over_share
 from tandem.serve.updates import Tap, Updates
 
 _OVER = "the request's time of {:g} s is over."
+_BEHIND = "the client reads too slowly: more than {} tokens with log-probabilities wait for it."
 _WAITED = "no token came within {:g} s of waiting."
 END_KINDS = ("done", "gone", "refused", "failed")
 
@@ -35,13 +36,15 @@ class QueueLimits:
 
     requests   in the server at once; one with several answers counts as so many.
     tokens     of their prompts, counted for each answer.
-    reserve    the share of both that is kept for clients which hold no more than that share.
+    logprobs   log-probabilities that may be held at once until they are sent.
+    reserve    the share of these that is kept for clients which hold no more than that share.
     """
 
     requests: int | None = 1024
     tokens: int | None = None
     wait_s: float | None = None
     reserve: float = 0.125
+    logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +74,7 @@ class Service:
     num_answers: int = 0
     num_tokens: int = 0
     num_bundles: int = 0
+    logprobs: Counter[str] = field(default_factory=Counter)
     clients: dict[str, Holding] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(END_KINDS, 0)))
     streams: set[AsyncStream] = field(default_factory=set)
@@ -140,6 +144,19 @@ class Service:
             if not held.answers:
                 del self.clients[client]
 
+    @contextlib.contextmanager
+    def logprobs_held(self, client: str, num: int) -> Iterator[None]:
+        """Count so many log-probabilities for as long as they may be held. Raises 429; what is alone has room."""
+        if num and (in_all := self.logprobs.total()):
+            self._check_room("log-probabilities", self.queue.logprobs, in_all, self.logprobs[client], num)
+        self.logprobs[client] += num
+        try:
+            yield
+        finally:
+            self.logprobs[client] -= num
+            if not self.logprobs[client]:
+                del self.logprobs[client]
+
     def _hold(self, held: Holding, num_requests: int, num_answers: int, num_tokens: int) -> None:
         self.num_requests += num_requests
         self.num_answers += num_answers
@@ -152,7 +169,10 @@ class Service:
         if limit is not None and (told := over_share(what, limit, self.queue.reserve, in_all, held, more)):
             raise HttpError(told, code="queue_full", hint="try again later.", Retry_After="1")
 
-    def updates(self, asks: Sequence[Ask], deadline_s: float | None = None, naming: str | None = None) -> Updates:
+    def updates(
+        self, asks: Sequence[Ask], deadline_s: float | None = None, naming: str | None = None,
+        behind: int | None = None,
+    ) -> Updates:  # fmt: skip
         """All updates of all asks as they come, past the meter and the taps; see Updates.
 
         Raises what a stream raises; 504 behind the deadline; 503 if the queue wait is over before a first token.
@@ -162,7 +182,9 @@ class Service:
         wait = None
         if (wait_s := self.queue.wait_s) is not None:
             wait = wait_s, HttpError(_WAITED.format(wait_s), code="queue_timeout")
-        return Updates(asks, (self.meter, *self.taps), limit, wait, self.streams, lambda: self.ended_by, naming)
+        slow = None if behind is None else (behind, HttpError(_BEHIND.format(behind), code="reader_too_slow"))
+        watchers = self.meter, *self.taps
+        return Updates(asks, watchers, limit, wait, self.streams, lambda: self.ended_by, naming, slow)
 
     def end_all(self, reason: TandemError) -> None:
         """End every answer with an error: streams get an error event, the others an error body.
@@ -188,6 +210,7 @@ class Service:
             "requests": self.num_requests,
             "answers": self.num_answers,
             "prompt_tokens": self.num_tokens,
+            "logprobs": self.logprobs.total(),
             "clients": len(self.clients),
             "draining": self.draining,
             "ended": dict(self.ended),

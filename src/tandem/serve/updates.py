@@ -42,17 +42,19 @@ class Updates:
     open      holds the streams while they are read.
     ended_by  why the server has ended its answers, if it has: raised in place of their "abort".
     naming    the field to which an error of a grammar belongs.
+    behind    (tokens, error) with log-probabilities that may wait to be read, of each answer. They take much memory.
 
-    Raises what a stream raises, and the errors of limit and wait.
+    Raises what a stream raises, and the errors of limit, wait and behind.
     """
 
     def __init__(
         self, asks: Sequence[Ask], taps: Sequence[Tap], limit: tuple[float, TandemError],
         wait: tuple[float, TandemError] | None, open_streams: set[AsyncStream],
         ended_by: Callable[[], TandemError | None], naming: str | None = None,
+        behind: tuple[int, TandemError] | None = None,
     ) -> None:  # fmt: skip
         self._asks, self._taps, self._limit, self._wait = asks, taps, limit, wait
-        self._open, self._ended_by, self._naming = open_streams, ended_by, naming
+        self._open, self._ended_by, self._naming, self._behind = open_streams, ended_by, naming, behind
         self._watchers: list[Watcher] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._ready: dict[int, Ask] = {}
@@ -139,6 +141,11 @@ class Updates:
 
     def _news(self, ask: Ask) -> None:
         self._ready[ask.first_index] = ask
+        if self._behind is not None and ask.stream.inbox.num_logprobs > self._behind[0] * ask.num_choices:
+            error, self._behind = self._behind[1], None
+            for other in self._asks:
+                other.stream.abort()
+                other.stream.inbox.drop(error)
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None

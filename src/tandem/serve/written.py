@@ -139,6 +139,19 @@ def response_of_parts(parts: Parts, headers: dict[str, str]) -> ASGIApp:
     return LargeResponse(parts, num_bytes, headers)
 
 
+class Closing:
+    """An ASGI application behind which, sent or not, something is given back."""
+
+    def __init__(self, app: ASGIApp, close: Callable[[], None]) -> None:
+        self._app, self._close = app, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._close()
+
+
 class LargeResponse:
     """An ASGI application that sends parts in pieces. A client that reads slowly is waited for between two."""
 
