@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -37,6 +39,29 @@ def test_a_full_disk_behind_stdout_is_told_as_such(words: list[str]) -> None:
     assert done.returncode == 1
     assert done.stderr.endswith("error: the output cannot be written: No space left on device.\n")
     assert "internal" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_server_whose_log_cannot_be_written_serves() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "tandem", "serve", *NULL, "--port", str(port)]
+    with open("/dev/full", "w") as full, subprocess.Popen(words, stderr=full) as server:
+        try:
+            deadline_s = time.monotonic() + 60
+            while True:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready") as answer:
+                        assert answer.status == 200
+                    break
+                except OSError:
+                    assert server.poll() is None and time.monotonic() < deadline_s
+                    time.sleep(0.05)
+            server.terminate()
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
 
 
 def test_what_is_piped_in_stands_behind_the_prompt() -> None:

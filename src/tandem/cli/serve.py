@@ -6,6 +6,7 @@ stderr and never holds prompts, answers or keys.
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -79,7 +80,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk behind the log keeps nobody from being served
+        print(line, file=sys.stderr, flush=True)
 
 
 def _loop_factory() -> Any:
