@@ -169,7 +169,7 @@ def test_help_shows_the_defaults_as_they_are(capsys: pytest.CaptureFixture[str])
     text = " ".join(capsys.readouterr().out.split())
     assert "random weights (default: 0)" in text and "CUDA graphs (default: on)" in text
     assert (
-        "batch-invariant kernels) (default: off)" in text
+        "cut otherwise) (default: off)" in text
         and "longest prompt plus answer, in tokens (default: auto)" in text
     )
 
