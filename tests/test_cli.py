@@ -168,10 +168,7 @@ def test_help_shows_the_defaults_as_they_are(capsys: pytest.CaptureFixture[str])
     assert fails(["run", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "random weights (default: 0)" in text and "CUDA graphs (default: on)" in text
-    assert (
-        "cut otherwise) (default: off)" in text
-        and "longest prompt plus answer, in tokens (default: auto)" in text
-    )
+    assert "cut otherwise) (default: off)" in text and "longest prompt plus answer, in tokens (default: auto)" in text
 
 
 def test_a_context_that_the_cache_shortened_is_told(capsys: pytest.CaptureFixture[str]) -> None:

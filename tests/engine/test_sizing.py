@@ -42,7 +42,10 @@ def test_cache_is_no_larger_than_all_rows_can_fill_unless_asked() -> None:
     found = fit_cache(Settings(max_num_seqs=2).resolve(facts(SMALL, "cpu", 8 * GIB)), SMALL)
     block_bytes = block_bytes_of(found.settings, SMALL)
     assert block_bytes == 16 * 512 * 4
-    assert found.settings.kv_cache_memory == 2 * (63 + 1) * block_bytes and "max_num_seqs" in found.reasons["kv_cache_memory"]
+    assert (
+        found.settings.kv_cache_memory == 2 * (63 + 1) * block_bytes
+        and "max_num_seqs" in found.reasons["kv_cache_memory"]
+    )
     asked = fit_cache(Settings(max_num_seqs=2, kv_cache_memory=GIB).resolve(facts(SMALL, "cpu", 8 * GIB)), SMALL)
     assert asked.settings.kv_cache_memory == GIB
 

@@ -211,7 +211,7 @@ def test_bodies_share_one_budget(border: Process) -> None:
 
 
 def test_many_large_bodies_take_little_memory() -> None:
-    """100 bodies of 4 MB at once, with a budget of 16 MiB: the process grows by less than 150 MB; most get 429 or 503."""
+    """100 bodies of 4 MB at once, budget 16 MiB: the process grows by less than 150 MB; most get 429 or 503."""
     body = json.dumps({"prompt": "word " * 800_000, "max_tokens": 1}).encode()
     with Process(options={"max_bodies": 16 << 20}, max_model_len=512) as server, ThreadPoolExecutor(100) as pool:
         process = psutil.Process(server.process.pid)
