@@ -1,6 +1,7 @@
 """Grammars over a tokenizer of one token a byte."""
 
 import time
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -51,3 +52,10 @@ def accepts(mask: GrammarMask, text: str) -> bool:
             return False
         mask.accept([token])
     return EOS in allowed_ids(mask)
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -2,12 +2,9 @@
 
 import contextlib
 import json
-import os
 import re
-import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import httpx
@@ -206,32 +203,6 @@ def test_a_stream_whose_grammar_fails_ends_with_an_error_event() -> None:
         served.canary()
 
 
-def test_a_grammar_process_that_is_stopped_ends_bound_requests_alone(monkeypatch) -> None:
-    """Those that it follows get an error within its time, and the next ones another process."""
-    from tandem.sampling import grammar, grammar_process
-
-    grammar.close()
-    monkeypatch.setattr(grammar_process, "LOOK_S", 0.1)
-    bound = {"messages": HI, "max_tokens": 900, "guided_regex": "(ab)+"}
-    with serving(max_model_len=2048, script=SAYS, step_s=0.005) as served, ThreadPoolExecutor(3) as threads:
-        answers = [threads.submit(served.post, CHAT, bound)]
-        streams = [threads.submit(served.events, CHAT, bound)]
-        plain = threads.submit(served.post, COMPLETIONS, {**PLAIN, "max_tokens": 400})
-        while served.statistics()["engine"]["planner"]["num_running"] < 3:
-            time.sleep(0.02)
-        [stopped] = [process for process in grammar.processes() if process.name == "follow"]
-        os.kill(stopped.pid, signal.SIGSTOP)
-        began_s = time.monotonic()
-        answer, events = answers[0].result(10), streams[0].result(10)
-        assert time.monotonic() - began_s < 3
-        assert answer.status_code == 503 and answer.headers["retry-after"]
-        for error in (answer.json()["error"], events[-1]["error"]):
-            assert error["code"] == "overloaded" and "did not answer for" in error["message"], error
-        assert plain.result(10).json()["usage"]["completion_tokens"] == 400
-        assert re.match("(ab)+", served.chat(guided_regex="(ab)+", max_tokens=9)["choices"][0]["message"]["content"])
-        served.at_rest()
-
-
 def test_grammars_of_clients_that_left_hold_nobody_up() -> None:
     """24 grammars, of which each takes as long as it may, and nobody who waits for them."""
     parts = " & ".join(rf"/(.|\n)*[a-z]{{{length}}}.*/" for length in range(3, 33))
@@ -358,14 +329,3 @@ def test_the_engine_reports_what_it_is_at_rest(monkeypatch: pytest.MonkeyPatch) 
     with serving(max_model_len=256) as served:
         served.chat(guided_choice=["yes", "no"], max_tokens=9)
         assert served.at_rest()["engine"]["planner"]["num_running"] == 0
-
-
-def test_the_last_engine_that_closes_ends_the_grammar_processes() -> None:
-    from tandem.sampling import grammar
-
-    with serving(max_model_len=256) as served:
-        served.chat(guided_choice=["yes", "no"], max_tokens=9)
-        users, processes = grammar._users, grammar.processes()
-        assert processes and not any(process.is_lost for process in processes)
-    assert grammar._users == users - 1
-    assert grammar._users or all(process.is_lost for process in processes)
