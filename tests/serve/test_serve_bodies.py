@@ -258,9 +258,9 @@ def test_nobody_holds_a_body_while_it_is_answered(slow: Served, path: str, strea
     said = '[{"role":"user","content":"a","mark of a body":1}]'
     tool = '{"type":"function","name":"f","function":{"name":"f","parameters":{"mark of a body":1}}}'
     fields = {
-        CHAT: f'"messages":{said},"max_tokens":100,"tools":[{tool}]',
-        COMPLETIONS: '"prompt":"a","max_tokens":100,"guided_json":{"mark of a body":1}',
-        RESPONSES: f'"input":{said},"max_output_tokens":100,"tools":[{tool}]',
+        CHAT: f'"messages":{said},"max_tokens":180,"tools":[{tool}]',
+        COMPLETIONS: '"prompt":"a","max_tokens":180,"guided_json":{"type":"string","minLength":300,"mark of a body":1}',
+        RESPONSES: f'"input":{said},"max_output_tokens":180,"tools":[{tool}]',
     }
 
     def held() -> list[Any]:
