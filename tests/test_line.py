@@ -14,6 +14,17 @@ class Item:
     number: int
 
 
+def come_or_leave(line: Line[Item] | LineOfKinds[Item], inside: list[Item], item: Item, what: str) -> None:
+    """Into both, or the last one of the same client out of both."""
+    own = [other for other in inside if other.client == item.client]
+    if what == "append":
+        line.append(item)
+        inside.append(item)
+    elif what == "remove" and own:
+        line.remove(own[-1])
+        inside.remove(own[-1])
+
+
 def line_of(clients: str) -> Line[Item]:
     line: Line[Item] = Line()
     for number, client in enumerate(clients):
@@ -45,14 +56,8 @@ def test_who_comes_during_a_turn_stands_before_whose_it_was() -> None:
 def test_each_comes_once_and_a_client_s_own_in_order(actions: list[tuple[str, str]]) -> None:
     line, inside, came = Line[Item](), list[Item](), list[Item]()
     for number, (client, what) in enumerate(actions):
-        own = [item for item in inside if item.client == client]
-        if what == "append":
-            line.append(Item(client, number))
-            inside.append(Item(client, number))
-        elif what == "remove" and own:
-            line.remove(own[-1])
-            inside.remove(own[-1])
-        elif what == "pop" and inside:
+        come_or_leave(line, inside, Item(client, number), what)
+        if what == "pop" and inside:
             item = line.popleft()
             assert item == next(other for other in inside if other.client == item.client)
             inside.remove(item)
@@ -64,26 +69,17 @@ def test_each_comes_once_and_a_client_s_own_in_order(actions: list[tuple[str, st
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["append", "pop", "remove"])), max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_kinds_of_a_client_share_its_turns(actions: list[tuple[str, str]]) -> None:
-    """Each comes once, those of a client and kind in order; nobody has two turns while another waits for his first."""
-    line, inside, last = LineOfKinds[Item](lambda item: str(item.number % 3)), list[Item](), ""
-    passed = set[str]()  # who has stood in line since before the last turn
+    """Each comes once, those of a client and kind in order; nobody has two turns while another waits."""
+    line, inside, turn = LineOfKinds[Item](lambda item: str(item.number % 3)), list[Item](), Item("", 0)
     for number, (client, what) in enumerate(actions):
-        own = [item for item in inside if item.client == client]
-        if what == "append":
-            line.append(Item(client, number))
-            inside.append(Item(client, number))
-        elif what == "remove" and own:
-            line.remove(own[-1])
-            inside.remove(own[-1])
-        elif what == "pop" and inside:
+        come_or_leave(line, inside, Item(client, number), what)
+        if what == "pop" and inside:
+            line.put_last(turn)  # it took until now
             item = line.popleft()
-            line.put_last(item)
             kind = [other for other in inside if (other.client, other.number % 3) == (item.client, item.number % 3)]
             assert item == kind[0]
-            assert item.client != last or not passed
+            assert item.client != turn.client or {other.client for other in inside} == {turn.client}
             inside.remove(item)
-            last = item.client
-            passed = {other.client for other in inside} - {last}
-        passed &= {other.client for other in inside}
+            turn = item
         line.check()
         assert sorted(line, key=lambda item: item.number) == inside and len(line) == len(inside)
