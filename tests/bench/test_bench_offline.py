@@ -209,6 +209,19 @@ def test_floor_counts_weights_once_and_every_cached_token() -> None:
     assert 1e8 < copy_bandwidth("cpu", repeats=1) < 1e13
 
 
+def test_floor_counts_the_experts_that_so_many_tokens_choose(tmp_path: Path) -> None:
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    sizes = {"vocab_size": 100, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heads = {"num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64}
+    config = {"model_type": "mixtral", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **sizes, **heads, **mixture}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with Bed({**TINY, "model": str(tmp_path)}, 2, padded=False) as bed:
+        one, two, many = (step_bytes(bed.built, batch, 0) for batch in (1, 2, 1000))
+        expert = 4 * 2 * 3 * 8 * 16
+        assert many == pytest.approx(4 * bed.built.spec.num_parameters) and many - one == pytest.approx(3 * expert)
+        assert two - one == pytest.approx(0.75 * expert), "the second token chooses one of the other three mostly"
+
+
 def test_host_figures() -> None:
     figure, settings = measure_host({}, 4, 100, num_steps=30)
     assert figure.batch == 4 and figure.waiting == 100

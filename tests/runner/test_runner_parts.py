@@ -8,13 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.config import Settings
 from tandem.errors import DeviceMemoryError
+from tandem.models.named import named_config
+from tandem.models.registry import spec_from_config
+from tandem.runner import startup
 from tandem.runner.clock import WINDOW, DeviceClock, Timekeeper
 from tandem.runner.graphs import MOST_PADDING, GraphKey, Graphs, Lanes, buckets_up_to, is_uneven
-from tandem.runner.memory import SLACK_BYTES, MemoryFacts, cache_blocks
+from tandem.runner.memory import SLACK_BYTES, MemoryFacts, cache_blocks, check_weights
 from tandem.runner.outcome import Drawn
 from tandem.runner.slots import Slot
 from tandem.runner.streams import EagerStreams
+from tandem.weights.source import locate
 
 GIB = 1 << 30
 
@@ -125,6 +130,35 @@ def test_too_little_memory_names_a_setting_and_a_value_that_will_do():
         cache_blocks(facts(total=16 * GIB), 0.9, 2 << 20, 512)
     with pytest.raises(DeviceMemoryError, match="kv_cache_memory to at most"):
         cache_blocks(facts(), 0.9, 2 << 20, 16, asked_bytes=200 * GIB)
+
+
+def test_weights_that_leave_no_room_are_told_of_before_they_are_loaded():
+    known = facts(weights=70 * GIB, activations=0, graphs=0)
+    check_weights(known, 0.97)
+    with pytest.raises(DeviceMemoryError, match=r"weights take 70.00 GiB: of 80.00 GiB, 80%") as caught:
+        check_weights(known, 0.8)
+    check_weights(known, float(caught.value.hint.split("to ")[-1].rstrip(".")))
+    with pytest.raises(DeviceMemoryError, match="smaller model"):
+        check_weights(facts(weights=131 * GIB, activations=0, graphs=0), 0.9)
+
+
+def test_memory_that_runs_out_while_weights_are_loaded_is_told(monkeypatch):
+    def runs_out(*args, **options):
+        raise torch.OutOfMemoryError("tried to allocate 3.91 GiB")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    spec = spec_from_config(named_config("tiny"))
+    source = locate("tiny", load_format="random", named_config=named_config)
+    args = spec, source, Settings(device="cpu"), torch.float32, torch.device("cpu"), False
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DeviceMemoryError, match="had 6144 MiB of 8192 MiB free") as told,
+    ):
+        patch.setattr(startup, "load", runs_out)
+        startup._load(*args)
+    assert "smaller model" in told.value.hint
+    assert startup._load(*args).spec is spec
 
 
 def test_a_slot_sends_in_one_copy_grows_and_fetches():

@@ -68,12 +68,18 @@ def _time_on_gpu(torch: Any, source: Any, target: Any) -> float:
 def step_bytes(built: Built, batch: int, context: float) -> float:
     """Bytes that a decode step of batch requests with so many cached tokens each must read.
 
-    An untied input embedding is not read as a whole, so it does not count; nor do experts' weights count once a token.
+    An untied input embedding is not read as a whole, so it does not count. Of a mixture's experts those count that
+    any of the tokens chooses, on average if all are as likely: X · (1 - (1 - C/X)^batch) of X, C chosen by each token.
     """
     spec = built.spec
     if spec is None:
         return 0.0
-    parameters: int = spec.num_parameters - (0 if spec.tied else spec.num_logits * spec.hidden_size)
+    parameters: float = spec.num_parameters - (0 if spec.tied else spec.num_logits * spec.hidden_size)
+    mixture = spec.mixture
+    if mixture is not None:
+        share_left = (1.0 - mixture.num_chosen / mixture.num_experts) ** batch
+        one = 3 * spec.hidden_size * mixture.intermediate_size
+        parameters -= share_left * len(mixture.layers) * mixture.num_experts * one
     each = DTYPE_BYTES[built.resolved.settings.dtype or "float32"]
     cache = batch * context * built.shape.kv_elements_per_token * each
     return parameters * each + cache

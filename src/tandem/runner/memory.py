@@ -59,6 +59,20 @@ def cache_blocks(
     return free // block_bytes
 
 
+def check_weights(known: MemoryFacts, utilization: float) -> None:
+    """Before weights are loaded, which takes long: raises DeviceMemoryError if they alone leave no room for a cache.
+
+    known   with no activations and no graphs: these come on top and are not measured yet.
+    """
+    if known.free_at(utilization) > 0:
+        return
+    raise DeviceMemoryError(
+        f"the weights take {_gib(known.weights)}: of {_gib(known.total)}, {utilization:.0%} may be used, and others "
+        f"hold {_gib(known.outside)}.",
+        hint=_lower(known, utilization, 1, ""),
+    )
+
+
 def _lower(facts: MemoryFacts, utilization: float, least: int, otherwise: str) -> str:
     """What to change, and to what."""
     missing = least - facts.free_at(utilization)

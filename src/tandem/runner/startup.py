@@ -25,7 +25,7 @@ from tandem.models.spec import ModelSpec
 from tandem.runner.cuda import CudaRunner
 from tandem.runner.device_sampling import GREEDY, NUMBERS, PLAIN, DeviceSampling
 from tandem.runner.graphs import buckets_up_to
-from tandem.runner.memory import MemoryFacts, cache_blocks
+from tandem.runner.memory import MemoryFacts, cache_blocks, check_weights
 from tandem.runner.streams import CudaStreams
 from tandem.runner.variants import OURS, finish_compiling
 from tandem.weights.load import load
@@ -58,7 +58,8 @@ def start(
 
     dtype = getattr(torch, settings.dtype or "bfloat16")
     with streams.on("compute"):
-        model = _load(spec, source, settings, dtype, device)
+        has_asked_cache = resolved.reasons.get("kv_cache_memory") == "asked"
+        model = _load(spec, source, settings, dtype, device, has_asked_cache)
         phase("weights")
         chosen = settings.attention if resolved.reasons.get("attention") == "asked" else None
         backend = attention_backend(
@@ -71,7 +72,7 @@ def start(
         facts = measure(model, backend, settings, dtype, num_tokens)
         phase("measuring")
         block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * settings.block_size
-        asked = settings.kv_cache_memory if resolved.reasons.get("kv_cache_memory") == "asked" else None
+        asked = settings.kv_cache_memory if has_asked_cache else None
         num_rows = settings.max_num_seqs or 1
         num_blocks = cache_blocks(facts, settings.gpu_memory_utilization, block_bytes, max(16, num_rows), asked)
         cache = KVCache.allocate(
@@ -98,8 +99,15 @@ def start(
 
 
 def _load(
-    spec: ModelSpec, source: ModelSource, settings: Settings, dtype: torch.dtype, device: torch.device
-) -> Decoder:
+    spec: ModelSpec, source: ModelSource, settings: Settings, dtype: torch.dtype, device: torch.device,
+    has_asked_cache: bool,
+) -> Decoder:  # fmt: skip
+    """Build the model and load its weights; has_asked_cache: the KV cache's size was asked for, so no share holds."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    weights = spec.num_parameters * dtype.itemsize
+    known = MemoryFacts(total, total - free - held, weights, activations=0, graphs=0, max_tokens=1)
+    check_weights(known, 1.0 if has_asked_cache else settings.gpu_memory_utilization)
     try:
         model = build(
             spec,
@@ -108,14 +116,12 @@ def _load(
             linear=linear_scheme(settings.quantize, device, settings.deterministic),
             max_length=settings.max_model_len,
         )
+        load(cast(Any, model), source, seed=settings.seed)
     except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
         raise DeviceMemoryError(
-            f"the weights take about {_mib(spec.num_parameters * dtype.itemsize)}; the device has {_mib(free)} of "
-            f"{_mib(total)} free.",
+            f"loading the weights takes more than {_mib(weights)}; the device had {_mib(free)} of {_mib(total)} free.",
             hint="take a smaller model, a dtype of fewer bytes, or free the device of other processes.",
         ) from error
-    load(cast(Any, model), source, seed=settings.seed)
     return model
 
 
