@@ -9,7 +9,7 @@ from sm90 import compiled_for
 
 from tandem import kernels
 from tandem.kernels import launch
-from tandem.kernels.grouped import combine_torch, library_has
+from tandem.kernels.grouped import LIBRARY_ROWS, combine_torch, library_has, takes_library
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +83,8 @@ def test_products_of_any_size(counts, size, outs, data):
     alone = data.draw(st.integers(0, sum(counts) - 1))
     group = int((ends_of(counts) <= alone).sum())
     only = [int(number == group) for number in range(len(counts))]
-    assert (grouped_triton(rows[alone : alone + 1], weight, ends_of(only)) == got[alone]).all()
+    among = grouped_triton(rows, weight, ends_of(counts), invariant=True)
+    assert (grouped_triton(rows[alone : alone + 1], weight, ends_of(only), invariant=True) == among[alone]).all()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -104,9 +105,10 @@ def test_a_row_is_the_same_number_among_any_others(dtype):
 
     rows, weight = rand(90, 100, dtype=dtype), rand(3, 40, 100, dtype=dtype, seed=1)
     for activation in (None, "silu"):
-        among = grouped_triton(rows, weight, ends_of([40, 21, 29]), activation)
+        among = grouped_triton(rows, weight, ends_of([40, 21, 29]), activation, invariant=True)
         for first, counts in ((0, [1, 0, 0]), (17, [5, 0, 0]), (40, [0, 21, 0]), (53, [0, 8, 13]), (89, [0, 0, 1])):
-            got = grouped_triton(rows[first : first + sum(counts)], weight, ends_of(counts), activation)
+            one = rows[first : first + sum(counts)]
+            got = grouped_triton(one, weight, ends_of(counts), activation, invariant=True)
             assert torch.equal(got, among[first : first + sum(counts)])
 
 
@@ -119,16 +121,25 @@ def test_there_are_as_many_tiles_as_any_spread_of_rows_needs(counts, tile):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("normalise", [False, True])
-def test_experts_are_weighted_and_summed_in_order(dtype, normalise):
+def test_experts_are_weighted_and_summed_in_order(dtype):
     from tandem.kernels.grouped_triton import combine_triton
 
     rows, weights = rand(21, 1100, dtype=dtype), rand(7, 3, dtype=torch.float32).softmax(-1)
-    places = torch.randperm(21, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    want = combine_torch(rows.double(), places, weights.double(), normalise)
-    got = combine_triton(rows, places, weights, normalise)
+    places = torch.randperm(21, generator=torch.Generator().manual_seed(5)).to(DEVICE, torch.int32)
+    want = combine_torch(rows.double(), places, weights.double())
+    got = combine_triton(rows, places, weights)
     assert_near(got, want, DTYPES[dtype])
-    assert torch.equal(combine_triton(rows, places[12:15], weights[4:5], normalise)[0], got[4])
+    assert torch.equal(combine_triton(rows, places[12:15], weights[4:5])[0], got[4])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_rows_are_read_where_their_tokens_stand(activation):
+    from tandem.kernels.grouped_triton import grouped_triton
+
+    hidden, weight, counts = rand(9, 51), rand(3, 50, 51, seed=1) * 0.2, [7, 0, 20]
+    tokens = torch.randint(0, 9, (27,), generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.int32)
+    got = grouped_triton(hidden, weight, ends_of(counts), activation, tokens)
+    assert torch.equal(got, grouped_triton(hidden[tokens], weight, ends_of(counts), activation))
 
 
 def test_the_library_is_taken_where_it_reads_nothing_back():
@@ -138,25 +149,32 @@ def test_the_library_is_taken_where_it_reads_nothing_back():
             assert library_has(rows, weight) is native
             assert not library_has(rows.half(), weight) and not library_has(rows.float(), weight)
             assert not library_has(rows[:, :60], weight[:, :, :60])
+            assert takes_library(2 * LIBRARY_ROWS, rows, weight, False) is native
+            assert not takes_library(2 * LIBRARY_ROWS, rows, weight, True), "its sums hang on the neighbours"
+            assert not takes_library(2 * LIBRARY_ROWS - 1, rows, weight, False), "ours is the quicker one"
     assert not library_has(torch.empty(3, 64, dtype=torch.bfloat16), weight)
 
 
 CALLS = """
 from tandem.kernels.grouped_triton import combine_triton, grouped_triton
-ends, places = torch.empty(128, dtype=torch.int32), torch.empty(24, dtype=torch.int64)
+from tandem.kernels.route_triton import route_triton
+ends, places = torch.empty(128, dtype=torch.int32), torch.empty(24, dtype=torch.int32)
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
     rows, weight = torch.empty(24, 2048, dtype=dtype), torch.empty(128, 64, 2048, dtype=dtype)
-    grouped_triton(rows, weight, ends)
-    grouped_triton(rows, weight, ends, "silu")
-    grouped_triton(rows[:, :2047], weight[:, :, :2047].contiguous(), ends)
-    combine_triton(rows, places, torch.empty(3, 8), True)
+    for invariant in (False, True):
+        grouped_triton(rows, weight, ends, invariant=invariant)
+        grouped_triton(rows, weight, ends, "silu", places, invariant)
+        grouped_triton(rows[:, :2047], weight[:, :, :2047].contiguous(), ends, invariant=invariant)
+    combine_triton(rows, places, torch.empty(3, 8))
+    route_triton(torch.empty(3, 128, dtype=dtype), 8, True)
+    route_triton(torch.empty(300, 128, dtype=dtype), 8, True)
 """
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_fit_the_devices_they_are_for(capability):
     kernels_made = compiled_for(capability, CALLS)
-    assert len(kernels_made) == 12
+    assert len(kernels_made) == 3 * (2 * 3 + 1 + 2 * 2)
     for facts in kernels_made:
         assert facts["shared"] <= 99 * 1024, "of capability 8.6 and 8.9, which have least"
         assert facts["spilled"] == 0 and facts["registers"] <= 255
@@ -171,5 +189,6 @@ def test_products_on_a_card_whatever_way_is_chosen(dtype, invariant):
     got = kernels.grouped(rows, weight, ends_of(counts), invariant)
     assert_near(got, wanted(rows, weight, counts), DTYPES[dtype] * 2)
     gate, up = wanted(rows, weight, counts).chunk(2, dim=1)
-    got = kernels.gated_grouped(rows, weight, ends_of(counts), "silu", invariant)
+    every = torch.arange(len(rows), dtype=torch.int32, device=DEVICE)
+    got = kernels.gated_grouped(rows, every, weight, ends_of(counts), "silu", invariant)
     assert_near(got, F.silu(gate) * up, DTYPES[dtype] * 2)

@@ -11,6 +11,10 @@ from torch import Tensor
 from tandem.kernels.activation import gated
 from tandem.kernels.launch import runs_triton, target_of
 
+# Rows a group, on average (measured: docs/log.md):
+FEW_ROWS = 12  # up to which small tiles of ours are quicker
+LIBRARY_ROWS = 192  # from which on torch's kernel is
+
 
 def grouped_torch(rows_AI: Tensor, weight_XOI: Tensor, ends_X: Tensor) -> Tensor:
     """Each group of rows times its own matrix: rows ends[x-1]..ends[x] with weight x, [A, I] × [X, O, I] → [A, O].
@@ -29,45 +33,49 @@ def library_has(rows_AI: Tensor, weight_XOI: Tensor) -> bool:
     )  # fmt: skip
 
 
+def takes_library(num_rows: int, rows_AI: Tensor, weight_XOI: Tensor, invariant: bool) -> bool:
+    """Whether torch's kernel is taken: where it is quicker, with many rows a group."""
+    return not invariant and num_rows >= LIBRARY_ROWS * len(weight_XOI) and library_has(rows_AI, weight_XOI)
+
+
 def grouped(rows_AI: Tensor, weight_XOI: Tensor, ends_X: Tensor, invariant: bool = False) -> Tensor:
     """See grouped_torch. ends: int32. invariant: a row's result is the same number whatever the other rows."""
     if not runs_triton(rows_AI):
         return grouped_torch(rows_AI, weight_XOI, ends_X)
-    if not invariant and library_has(rows_AI, weight_XOI):
+    if takes_library(len(rows_AI), rows_AI, weight_XOI, invariant):
         if rows_AI.is_meta:  # torch's check there would import a solver
             return rows_AI.new_empty((rows_AI.shape[0], weight_XOI.shape[1]))
         return grouped_torch(rows_AI, weight_XOI, ends_X)
     from tandem.kernels.grouped_triton import grouped_triton
 
-    return grouped_triton(rows_AI, weight_XOI, ends_X)
+    return grouped_triton(rows_AI, weight_XOI, ends_X, invariant=invariant)
 
 
 def gated_grouped(
-    rows_AI: Tensor, weight_X2FI: Tensor, ends_X: Tensor, activation: str = "silu", invariant: bool = False
-) -> Tensor:
-    """activation(gate) · up of grouped products with [gate | up], [A, I] × [X, 2F, I] → [A, F]; "silu" or "gelu"."""
-    if not runs_triton(rows_AI) or (not invariant and library_has(rows_AI, weight_X2FI)):
-        return gated(grouped(rows_AI, weight_X2FI, ends_X, invariant), activation)
+    hidden_TI: Tensor, tokens_A: Tensor, weight_X2FI: Tensor, ends_X: Tensor, activation: str = "silu",
+    invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """activation(gate) · up of grouped products with [gate | up] of the rows hidden[tokens]; "silu" or "gelu".
+
+    [T, I], [A] × [X, 2F, I] → [A, F]. tokens: int32.
+    """
+    if not runs_triton(hidden_TI) or takes_library(len(tokens_A), hidden_TI, weight_X2FI, invariant):
+        return gated(grouped(hidden_TI[tokens_A], weight_X2FI, ends_X, invariant), activation)
     from tandem.kernels.grouped_triton import grouped_triton
 
-    return grouped_triton(rows_AI, weight_X2FI, ends_X, activation)
+    return grouped_triton(hidden_TI, weight_X2FI, ends_X, activation, tokens_A, invariant)
 
 
-def combine_torch(rows_AE: Tensor, places_A: Tensor, weights_TC: Tensor, normalise: bool) -> Tensor:
-    """Σ over c of weights[t, c] · rows[places[t·C + c]], [T·C, E] → [T, E].
-
-    normalise: the weights of a token are divided by their sum.
-    """
-    if normalise:
-        weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
+def combine_torch(rows_AE: Tensor, places_A: Tensor, weights_TC: Tensor) -> Tensor:
+    """Σ over c of weights[t, c] · rows[places[t·C + c]], [T·C, E] → [T, E]."""
     parts_TCE = rows_AE[places_A].view(*weights_TC.shape, rows_AE.shape[-1])
     return (parts_TCE * weights_TC[..., None].to(rows_AE.dtype)).sum(dim=1)
 
 
-def combine(rows_AE: Tensor, places_A: Tensor, weights_TC: Tensor, normalise: bool) -> Tensor:
-    """See combine_torch. weights: float32. On a GPU in float32, c by c, rounded once."""
+def combine(rows_AE: Tensor, places_A: Tensor, weights_TC: Tensor) -> Tensor:
+    """See combine_torch. places: int32; weights: float32. On a GPU in float32, c by c, rounded once."""
     if not runs_triton(rows_AE):
-        return combine_torch(rows_AE, places_A, weights_TC, normalise)
+        return combine_torch(rows_AE, places_A, weights_TC)
     from tandem.kernels.grouped_triton import combine_triton
 
-    return combine_triton(rows_AE, places_A, weights_TC, normalise)
+    return combine_triton(rows_AE, places_A, weights_TC)

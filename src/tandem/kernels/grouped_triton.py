@@ -5,8 +5,8 @@ scans the ends for its tile's group and does nothing if there are fewer tiles:
 
     groups of 5, 0, 1, 9 rows, tiles of 4     0 0 │ 2 │ 3 3 3 │ none …     at most min(A, X) + (A - min(A, X)) // 4
 
-Tiles and the order of summation depend on nothing but the dtype, so a row's result is the same number whatever the
-other rows: the kernel is batch-invariant as it stands. The weights are the left operand, as in linear_triton.py.
+The order of summation hangs on the tiles. In batch-invariant mode these depend on dtype and size alone, so that a
+row's result is the same number whatever the other rows. The weights are the left operand, as in linear_triton.py.
 """
 
 # mypy: ignore-errors
@@ -20,9 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.activation_triton import activate
 from tandem.kernels.attention_decode import product
+from tandem.kernels.grouped import FEW_ROWS
 from tandem.kernels.launch import interpreted, next_power_of_2, options, start
 
 LEAST_EXPERTS = 16  # of the scan: one form for all smaller mixtures
+STEP = 64
 
 
 @triton.jit
@@ -43,12 +45,12 @@ def _find_tile(ends_ptr, tile, X, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, ends_ptr, out_ptr, num_tiles, X, N, size, x_stride,
+    x_ptr, tokens_ptr, weight_ptr, ends_ptr, out_ptr, num_tiles, X, N, size, x_stride, GATHERED: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # out[A, N] = x[A, I] · weight[group of a, N, I]ᵀ. Tiles of rows change first, so that those of a group read a tile
-    # of weights one beside the other. GATED: as in linear_triton.py.
+    # of weights one beside the other. GATHERED: row a is x[tokens[a]]. GATED: as in linear_triton.py.
     outs: tl.constexpr = ROWS // 2 if GATED else ROWS
     if PDL == 1:
         gdc_launch_dependents()
@@ -58,8 +60,9 @@ def _grouped_kernel(
     first_row = (tl.program_id(0) // num_tiles) * outs
     lanes = tl.arange(0, ROWS)
     rows = tl.minimum(first_row + lanes % outs, N - 1) + (lanes // outs) * N
-    tokens = first + tl.arange(0, TOKENS)
-    is_there = (group < X) & (tokens < end)
+    places = first + tl.arange(0, TOKENS)
+    is_there = (group < X) & (places < end)
+    tokens = tl.load(tokens_ptr + places, is_there, other=0) if GATHERED else places
     weights_of: tl.constexpr = 2 if GATED else 1
     weight_ptr += tl.minimum(group, X - 1).to(tl.int64) * N * weights_of * size
     row_ptrs, token_ptrs = weight_ptr + rows.to(tl.int64) * size, x_ptr + tokens.to(tl.int64) * x_stride
@@ -85,17 +88,18 @@ def _grouped_kernel(
         rounding: tl.constexpr = out_ptr.dtype.element_ty
         acc = activate(gate.to(rounding).to(tl.float32), GELU) * up.to(rounding).to(tl.float32)
     out_rows = first_row + tl.arange(0, outs)
-    targets = out_ptr + (tokens.to(tl.int64) * N)[None, :] + out_rows[:, None]
+    targets = out_ptr + (places.to(tl.int64) * N)[None, :] + out_rows[:, None]
     tl.store(targets, acc.to(out_ptr.dtype.element_ty), (out_rows < N)[:, None] & is_there[None, :])
 
 
-def tiles_of(dtype: torch.dtype) -> dict[str, int]:
-    """Tiles and launch: of the dtype alone. float32 is multiplied without tensor cores, whose TF32 would round it."""
+def tiles_of(dtype: torch.dtype, size: int, is_few: bool) -> dict[str, int]:
+    """Tiles and launch; is_few: few rows a group. float32 has no tensor cores here, since their TF32 would round it."""
     if interpreted():
         return {"tokens": 16, "rows": 32, "step": 32, "num_warps": 4, "num_stages": 2}
     if dtype == torch.float32:
         return {"tokens": 16, "rows": 64, "step": 32, "num_warps": 4, "num_stages": 2}
-    return {"tokens": 64, "rows": 64, "step": 64, "num_warps": 4, "num_stages": 4}
+    tokens, rows = (64, 64) if size % STEP else (16, 64) if is_few else (64, 128)  # what is masked takes registers
+    return {"tokens": tokens, "rows": rows, "step": STEP, "num_warps": 4, "num_stages": 4}
 
 
 def most_tiles(num_rows: int, num_groups: int, tile: int) -> int:
@@ -104,23 +108,27 @@ def most_tiles(num_rows: int, num_groups: int, tile: int) -> int:
     return begun + (num_rows - begun) // tile
 
 
-def grouped_triton(rows_AI: Tensor, weight_XOI: Tensor, ends_X: Tensor, activation: str | None = None) -> Tensor:
-    """See grouped_torch; with an activation, "silu" or "gelu", gated_grouped."""
-    num_rows, size = rows_AI.shape
+def grouped_triton(
+    x: Tensor, weight_XOI: Tensor, ends_X: Tensor, activation: str | None = None, tokens_A: Tensor | None = None,
+    invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """See grouped_torch; with an activation, "silu" or "gelu", and tokens gated_grouped."""
+    num_rows, size = len(x) if tokens_A is None else len(tokens_A), x.shape[1]
     num_groups, num_outs = weight_XOI.shape[0], weight_XOI.shape[1] // (2 if activation else 1)
-    assert weight_XOI.is_contiguous() and rows_AI.stride(1) == 1 and ends_X.dtype == torch.int32
-    out = torch.empty((num_rows, num_outs), dtype=rows_AI.dtype, device=rows_AI.device)
+    assert weight_XOI.is_contiguous() and x.stride(1) == 1 and ends_X.dtype == torch.int32
+    out = torch.empty((num_rows, num_outs), dtype=x.dtype, device=x.device)
     if not num_rows:
         return out
-    how = tiles_of(rows_AI.dtype)
+    how = tiles_of(x.dtype, size, not invariant and num_rows <= FEW_ROWS * num_groups)
     num_tiles = most_tiles(num_rows, num_groups, how["tokens"])
     tiles_n = triton.cdiv(num_outs, how["rows"] // (2 if activation else 1))
     start(_grouped_kernel, (num_tiles * tiles_n,),
-        rows_AI, weight_XOI, ends_X, out, num_tiles, num_groups, num_outs, size, rows_AI.stride(0),
+        x, ends_X if tokens_A is None else tokens_A, weight_XOI, ends_X, out, num_tiles, num_groups, num_outs, size,
+        x.stride(0), GATHERED=tokens_A is not None,
         TOKENS=how["tokens"], ROWS=how["rows"], STEP=how["step"], EVEN=size % how["step"] == 0,
         EXPERTS=max(LEAST_EXPERTS, next_power_of_2(num_groups)), GATED=activation is not None,
         GELU=activation == "gelu", UPCAST=interpreted(),
-        **options(rows_AI, "linear", how["num_warps"], how["num_stages"]),
+        **options(x, "linear", how["num_warps"], how["num_stages"]),
     )  # fmt: skip
     return out
 
@@ -128,7 +136,7 @@ def grouped_triton(rows_AI: Tensor, weight_XOI: Tensor, ends_X: Tensor, activati
 @triton.jit
 def _combine_kernel(
     rows_ptr, places_ptr, weights_ptr, out_ptr, size, num_columns,
-    CHOSEN: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) // num_columns).to(tl.int64)
     columns = (tl.program_id(0) % num_columns) * BLOCK + tl.arange(0, BLOCK)
@@ -137,21 +145,16 @@ def _combine_kernel(
     if PDL > 0:
         gdc_wait()
     mixed = tl.zeros([BLOCK], tl.float32)
-    total = 0.0
-    for number in tl.static_range(CHOSEN):
-        total += tl.load(weights_ptr + token * CHOSEN + number)
     for number in tl.static_range(CHOSEN):
         place = tl.load(places_ptr + token * CHOSEN + number).to(tl.int64)
         weight = tl.load(weights_ptr + token * CHOSEN + number)
-        if NORMALISE:
-            weight = weight / total
         mixed += weight * tl.load(rows_ptr + place * size + columns, columns < size, other=0.0).to(tl.float32)
     if PDL == 2:
         gdc_launch_dependents()
     tl.store(out_ptr + token * size + columns, mixed.to(out_ptr.dtype.element_ty), columns < size)
 
 
-def combine_triton(rows_AE: Tensor, places_A: Tensor, weights_TC: Tensor, normalise: bool) -> Tensor:
+def combine_triton(rows_AE: Tensor, places_A: Tensor, weights_TC: Tensor) -> Tensor:
     """See combine_torch; c by c in float32, rounded once."""
     (num_tokens, num_chosen), size = weights_TC.shape, rows_AE.shape[1]
     assert rows_AE.is_contiguous() and weights_TC.is_contiguous() and weights_TC.dtype == torch.float32
@@ -160,7 +163,7 @@ def combine_triton(rows_AE: Tensor, places_A: Tensor, weights_TC: Tensor, normal
         block = min(next_power_of_2(size), 1024)
         num_columns = triton.cdiv(size, block)
         start(_combine_kernel, (num_tokens * num_columns,),
-            rows_AE, places_A, weights_TC, out, size, num_columns, CHOSEN=num_chosen, NORMALISE=normalise, BLOCK=block,
+            rows_AE, places_A, weights_TC, out, size, num_columns, CHOSEN=num_chosen, BLOCK=block,
             **options(rows_AE, "linear", num_warps=4),
         )  # fmt: skip
     return out

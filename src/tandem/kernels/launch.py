@@ -106,7 +106,7 @@ def _imports(name: str) -> bool:
 # A program must not return ahead of its wait, and a kernel that lets its successor start must wait itself.
 DEPENDENT = {
     "norm": 1, "first norm": 2, "activation": 2, "rope": 2, "early rope": 1, "attention": 1, "stream": 1, "linear": 2,
-    "sample": 2,
+    "sample": 2, "route": 1,
 }  # fmt: skip
 
 

@@ -1,9 +1,6 @@
-"""A mixture of experts behind a softmax router. It knows grouped matrix products; it does not know any family.
+"""A mixture of experts behind a softmax router. It knows the order of its parts; it does not know any family.
 
-Every shape is fixed by the number of tokens, and nothing is read back to the host, so that a step can be captured:
-
-    tokens t0 t1 t2, two experts each    sorted by expert          one product a group       back in order, summed
-    (e2 e0) (e0 e1) (e2 e1)          →   t0 t1 │ t1 t2 │ t0 t2  →   e0     │ e1    │ e2   →   t0 t1 t2
+scores of tokens → copies sorted by expert → one product a group → back in the order of tokens, weighted, summed
 """
 
 import torch
@@ -19,8 +16,8 @@ class Mixture(nn.Module):
     """Router → the best experts a token → their gated feed-forwards, weighted and summed.
 
     normalise: the chosen experts' probabilities are divided by their sum (Mixtral; Qwen3-MoE by its norm_topk_prob).
-    invariant: on a GPU a token's result is the same number whatever the other tokens in the step. Softmax and topk go
-    by rows, sorting and places are whole numbers, each place written once.
+    invariant: on a GPU a token's result is the same number whatever the other tokens in the step. Choices and sums go
+    by rows, places are whole numbers.
     """
 
     def __init__(
@@ -38,17 +35,12 @@ class Mixture(nn.Module):
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         scores_TX = linear(hidden_TE, self.router_XE, invariant=self.invariant)
-        weights_TC, experts_TC = torch.topk(torch.softmax(scores_TX.float(), dim=-1), self.num_chosen, dim=-1)
-        sorted_A, order_A = torch.sort(experts_TC.flatten(), stable=True)
-        ends_X = torch.searchsorted(
-            sorted_A, torch.arange(self.num_experts, device=sorted_A.device), right=True, out_int32=True
-        )
-        places_A = torch.empty_like(order_A)
-        places_A[order_A] = torch.arange(len(order_A), device=order_A.device)
-        sorted_AE = hidden_TE[order_A // self.num_chosen]
-        inner_AF = kernels.gated_grouped(sorted_AE, self.gate_up_X2FE, ends_X, self.activation, self.invariant)
+        weights_TC, tokens_A, places_A, ends_X = kernels.route(scores_TX, self.num_chosen, self.normalise)
+        inner_AF = kernels.gated_grouped(
+            hidden_TE, tokens_A, self.gate_up_X2FE, ends_X, self.activation, self.invariant
+        )  # fmt: skip
         outer_AE = kernels.grouped(inner_AF, self.down_XEF, ends_X, self.invariant)
-        return kernels.combine(outer_AE, places_A, weights_TC, self.normalise)
+        return kernels.combine(outer_AE, places_A, weights_TC)
 
     def router_target(self) -> Target:
         return whole(self.router_XE.data)

@@ -17,6 +17,7 @@ from tandem.attention.contract import AttentionBackend, KVCache
 from tandem.attention.triton import TritonAttention
 from tandem.config import Settings
 from tandem.kernels.compiling import Compiling, compile_in_processes
+from tandem.kernels.grouped import FEW_ROWS
 from tandem.kernels.launch import compile_ahead, planning, target_of
 from tandem.layers.linear import linear_scheme
 from tandem.models.decoder import Decoder
@@ -80,7 +81,10 @@ def list_kernels(spec: ModelSpec, settings: Settings, num_tokens: int | None = N
     most, num_rows = settings.max_batch_tokens or 1, settings.max_num_seqs or 1
     _runner(model, backend, settings, dtype, num_tokens).list_decodes((GREEDY, PLAIN))  # first: they take longest
     longest = min(settings.max_model_len or spec.max_length, most, LONGEST)
-    for lengths in ([longest] * min(most // longest, num_rows), *([min(count, longest)] for count in PROMPTS)):
+    counts = [*PROMPTS]
+    if spec.mixture is not None:  # the fewest tokens for larger tiles, which the largest step may be beyond
+        counts.append(FEW_ROWS * spec.mixture.num_experts // spec.mixture.num_chosen + 1)
+    for lengths in ([longest] * min(most // longest, num_rows), *([min(count, longest)] for count in counts)):
         for params in WAYS:
             runner = _runner(model, backend, settings, dtype, num_tokens)
             runner.submit(_prompts(0, lengths, params))
