@@ -132,6 +132,7 @@ def attention_reference(p: Paged, starts: torch.Tensor, window: int | None, soft
 def check_attention() -> None:
     from tandem.kernels import attention_decode as decode
     from tandem.kernels import attention_prefill as prefill
+    from tandem.kernels.attention_invariant import invariant_decode_attention
 
     scratch = decode.Scratch(DEVICE)
     for heads, kv, dim, block, window, softcap in [
@@ -149,8 +150,8 @@ def check_attention() -> None:
             )
             check(f"decode {splits} splits {tag}", p.out, want, 6e-3)
         alone = torch.full_like(p.out, torch.nan)
-        prefill.invariant_decode_attention(
-            p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, 1999, alone, scratch, p.scale, window, softcap
+        invariant_decode_attention(
+            p.queries, p.keys, p.values, p.tables, p.lengths, 1999, alone, scratch, p.scale, window, softcap
         )
         check(f"invariant decode {tag}", alone, want, 6e-3)
         starts = ints(torch.tensor([0, 300, 301, 366, 400, 411, 475, 1000]))
@@ -189,11 +190,11 @@ def decode_cases(sweep: bool) -> None:
             ]  # fmt: skip
             name = f"decode {spans}x{length} splits {splits} warps {warps} stages {stages} tile {tile}"
             timed(name, runs, sets[0].num_bytes)
-        from tandem.kernels.attention_prefill import invariant_decode_attention
+        from tandem.kernels.attention_invariant import invariant_decode_attention
 
         runs = [
             lambda p=p, n=length: invariant_decode_attention(
-                p.queries, p.keys, p.values, p.tables, p.lengths, p.starts, n, p.out, scratch, p.scale
+                p.queries, p.keys, p.values, p.tables, p.lengths, n, p.out, scratch, p.scale
             )
             for p in sets
         ]
@@ -461,7 +462,7 @@ def layer_cases(sweep: bool) -> None:
     """A decode layer of eight kernels, once with the library's products and once batch-invariant."""
     from tandem.kernels import attention_decode as decode
     from tandem.kernels.activation_triton import gated_triton
-    from tandem.kernels.attention_prefill import invariant_decode_attention
+    from tandem.kernels.attention_invariant import invariant_decode_attention
     from tandem.kernels.norm_triton import add_rms_norm_triton
     from tandem.kernels.rotary_triton import norm_rope_store_triton
 
@@ -496,7 +497,7 @@ def layer_cases(sweep: bool) -> None:
                 )  # fmt: skip
                 if kind == "invariant":
                     invariant_decode_attention(
-                        queries, c.keys, c.values, c.tables, c.lengths, c.starts, length, c.out, scratch, c.scale
+                        queries, c.keys, c.values, c.tables, c.lengths, length, c.out, scratch, c.scale
                     )
                 else:
                     decode.decode_attention(

@@ -15,7 +15,7 @@ from tandem.runner import startup
 
 pytest.importorskip("triton")
 from tandem.attention import triton as backend_module
-from tandem.kernels import attention_decode, attention_prefill
+from tandem.kernels import attention_decode, attention_invariant
 
 META = torch.device("meta")
 SHAPE = AttentionShape(32, 8, 128, 128**-0.5)  # Llama 3.1 8B
@@ -26,7 +26,7 @@ def no_launches(monkeypatch):
     """Everything up to the launches, for a device of 132 multiprocessors."""
     monkeypatch.setattr(backend_module, "num_multiprocessors", lambda _: 132)
     monkeypatch.setattr(backend_module, "reads_ahead", lambda _: False)
-    for module in (attention_decode, attention_prefill):
+    for module in (attention_decode, attention_invariant):
         monkeypatch.setattr(module, "start", lambda *_, **__: None)
         monkeypatch.setattr(module, "options", lambda *_, **__: {})
 

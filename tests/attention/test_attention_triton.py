@@ -72,9 +72,10 @@ def assert_near(got, want):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    from tandem.kernels import attention_prefill
+    from tandem.kernels import attention_invariant, attention_prefill
 
-    monkeypatch.setattr(attention_prefill, "CHUNK", 32)
+    for module in (attention_invariant, attention_prefill):
+        monkeypatch.setattr(module, "CHUNK", 32)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -96,18 +97,18 @@ def test_splits_of_a_decode(splits, monkeypatch):
 
 
 def test_spans_that_scratch_cannot_hold_at_once_are_attended_in_turns(monkeypatch):
-    from tandem.kernels import attention_prefill
+    from tandem.kernels import attention_invariant
 
     spans = [(1, length) for length in (90, 1, 64, 33, 70, 17, 96, 2, 9)]
     sent = case((4, 2, 64, 16, None, None), spans)
-    backend, launched, start = TritonAttention(torch.device(DEVICE), True), [], attention_prefill.start
+    backend, launched, start = TritonAttention(torch.device(DEVICE), True), [], attention_invariant.start
     at_once = backend.attend(*sent)
     assert_near(at_once, slow(*sent))
-    monkeypatch.setattr(attention_prefill, "SCRATCH_BYTES", 0)
-    monkeypatch.setattr(attention_prefill, "start", lambda *a, **k: launched.append(1) or start(*a, **k))
+    monkeypatch.setattr(attention_invariant, "SCRATCH_BYTES", 0)
+    monkeypatch.setattr(attention_invariant, "start", lambda *a, **k: launched.append(1) or start(*a, **k))
     backend = TritonAttention(torch.device(DEVICE), True)
-    assert torch.equal(backend.attend(*sent), at_once)
-    assert len(launched) == 6 and backend.scratch.num_bytes == 4 * 3 * 4 * (64 + 2) * 4 + 4 * 4 * 2
+    assert torch.equal(backend.attend(*sent), at_once) and not backend.scratch.tickets.any()
+    assert len(launched) == 3 and backend.scratch.num_bytes == 4 * 3 * 4 * (64 + 2) * 4 + 4 * 4 * 2
 
 
 def test_the_order_of_spans_changes_no_result(monkeypatch):

@@ -38,7 +38,7 @@ class TritonAttention:
         item_bytes: of the cache's dtype. No later step takes more, and none of it is given back.
         """
         from tandem.kernels.attention_decode import num_splits_for, tile_size
-        from tandem.kernels.attention_prefill import CHUNK, spans_at_once
+        from tandem.kernels.attention_invariant import CHUNK, spans_at_once
 
         num_kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
         bound = 1 << (max(max_length, 1) - 1).bit_length()  # a graph's
@@ -85,14 +85,14 @@ class TritonAttention:
         out_THD: Tensor,
     ) -> None:  # fmt: skip
         from tandem.kernels.attention_decode import decode_attention
-        from tandem.kernels.attention_prefill import invariant_decode_attention
+        from tandem.kernels.attention_invariant import invariant_decode_attention
 
         num = batch.num_decodes
         tables_SB, lengths_S = batch.tables_SB[:num], batch.lengths_S[:num]
         if self.deterministic:
             invariant_decode_attention(
-                queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, batch.query_starts_S1, batch.max_length,
-                out_THD, self.scratch, shape.scale, shape.window, shape.softcap,
+                queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, batch.max_length, out_THD, self.scratch,
+                shape.scale, shape.window, shape.softcap,
             )  # fmt: skip
             return
         longest = min(batch.max_length, shape.window or batch.max_length)

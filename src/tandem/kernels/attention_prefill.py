@@ -10,7 +10,7 @@ The tiles of a span go last first, since they are the longest.
 
 In the batch-invariant form the keys are taken in chunks of fixed size, counted from position 0. Each chunk is computed
 from nothing and the chunks are merged in order; a decode step computes chunks side by side and merges them the same
-way. A token's result is then the same number whether it was computed alone, among others, or in a prompt.
+way (attention_invariant.py).
 """
 
 # mypy: ignore-errors
@@ -21,12 +21,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, nothing_yet, scores, take_tile
+from tandem.kernels.attention_decode import LOG2_E, NOTHING, nothing_yet, scores, take_tile
 from tandem.kernels.launch import interpreted, next_power_of_2, options, start
 
 
 @triton.jit
-def _tiles(
+def fold_tiles(
     acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale, softcap,
     block_stride, position_stride, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
@@ -79,28 +79,6 @@ def merge(acc, top, total, other_acc, other_top, other_total):
 
 
 @triton.jit
-def _one_chunk(
-    acc, top, total, query, positions, keys, values, table_ptr, partial_ptr, marks_ptr, span, head, start, end, length,
-    window, scale, softcap, block_stride, position_stride, row_mask, K: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """Batch-invariant decode: this program's chunk alone, left for _merge_kernel."""
-    rows, inner, chunk = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.program_id(0)
-    low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
-    acc, top, total = _tiles(
-        acc, top, total, query, positions, keys, values, table_ptr, head, low, high, length, window, scale,
-        softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-        DESCRIPTORS, False,
-    )  # fmt: skip
-    if low < high:
-        place = ((span * K + head) * tl.num_programs(0) + chunk).to(tl.int64)
-        tl.store(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], acc, row_mask)
-        tl.store(marks_ptr + place * (2 * G) + rows, top, rows < G)
-        tl.store(marks_ptr + place * (2 * G) + G + rows, total, rows < G)
-
-
-@triton.jit
 def _in_chunks(
     acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale, softcap,
     block_stride, position_stride, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
@@ -111,7 +89,7 @@ def _in_chunks(
     for chunk in range(start // CHUNK, tl.cdiv(end, CHUNK)):
         low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
         part, part_top, part_total = nothing_yet(ROWS, WIDTH)
-        part, part_top, part_total = _tiles(
+        part, part_top, part_total = fold_tiles(
             part, part_top, part_total, query, positions, keys, values, table_ptr, head, low, high, length, window,
             scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
             DESCRIPTORS, False,
@@ -131,12 +109,12 @@ def _at_once(
     full = start
     if not HAS_WINDOW:
         full = tl.maximum(tl.minimum(first_position + 1, end) // TILE * TILE, start)
-        acc, top, total = _tiles(
+        acc, top, total = fold_tiles(
             acc, top, total, query, positions, keys, values, table_ptr, head, start, full, length, window,
             scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, False, False, HAS_SOFTCAP, UPCAST,
             DESCRIPTORS, SPECIALISE,
         )  # fmt: skip
-    return _tiles(
+    return fold_tiles(
         acc, top, total, query, positions, keys, values, table_ptr, head, full, end, length, window, scale,
         softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         DESCRIPTORS, False,
@@ -149,13 +127,13 @@ def _at_once(
     do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr", "starts_ptr"],
 )
 def _prefill_kernel(
-    queries_ptr, keys, values, tables_ptr, lengths_ptr, starts_ptr, out_ptr, partial_ptr, marks_ptr,
+    queries_ptr, keys, values, tables_ptr, lengths_ptr, starts_ptr, out_ptr,
     scale, softcap, window, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, SPECIALISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # CHUNK 0: one pass. CHUNK > 0, batch-invariant: ALONE computes one chunk a program (decode), else all in turn.
+    # CHUNK 0: one pass. CHUNK > 0, batch-invariant: one chunk after the other.
     span, head = tl.program_id(2), tl.program_id(1)
     if PDL == 1:
         gdc_launch_dependents()
@@ -166,11 +144,9 @@ def _prefill_kernel(
     length = tl.load(lengths_ptr + span)
     per_tile: tl.constexpr = ROWS // G
     num_tiles = tl.cdiv(num_queries, per_tile)
-    number = 0
-    if not ALONE:
-        if tl.program_id(0) >= num_tiles:
-            return
-        number = num_tiles - 1 - tl.program_id(0)
+    if tl.program_id(0) >= num_tiles:
+        return
+    number = num_tiles - 1 - tl.program_id(0)
     rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     tokens = number * per_tile + rows // G
     row_mask = ((rows < per_tile * G) & (tokens < num_queries))[:, None] & (inner < D)[None, :]
@@ -184,65 +160,28 @@ def _prefill_kernel(
         start = tl.maximum(first_position - window + 1, 0) // TILE * TILE
     acc, top, total = nothing_yet(ROWS, WIDTH)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
-    if ALONE:
-        _one_chunk(
-            acc, top, total, query, positions, keys, values, table_ptr, partial_ptr, marks_ptr, span, head, start, end,
-            length, window, scale, softcap, block_stride, position_stride, row_mask, K, G, ROWS, D, WIDTH, P, TILE,
-            CHUNK, HAS_WINDOW, HAS_SOFTCAP, UPCAST, DESCRIPTORS,
+    if CHUNK > 0:
+        acc, top, total = _in_chunks(
+            acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale,
+            softcap, block_stride, position_stride, ROWS, D, WIDTH, P, TILE, CHUNK, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            DESCRIPTORS,
         )  # fmt: skip
     else:
-        if CHUNK > 0:
-            acc, top, total = _in_chunks(
-                acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale,
-                softcap, block_stride, position_stride, ROWS, D, WIDTH, P, TILE, CHUNK, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-                DESCRIPTORS,
-            )  # fmt: skip
-        else:
-            acc, top, total = _at_once(
-                acc, top, total, query, positions, keys, values, table_ptr, head, start, end, first_position, length,
-                window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, HAS_WINDOW, HAS_SOFTCAP,
-                UPCAST, DESCRIPTORS, SPECIALISE,
-            )  # fmt: skip
-        if PDL == 2:
-            gdc_launch_dependents()
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        targets = out_ptr + places[:, None] * (K * G * D) + heads[:, None] * D + inner[None, :]
-        tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
-
-
-@triton.jit(do_not_specialize=["window", "num_chunks"])
-def _merge_kernel(
-    partial_ptr, marks_ptr, lengths_ptr, out_ptr, window, num_chunks, K: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    span, head = tl.program_id(0), tl.program_id(1)
-    if PDL == 1:
+        acc, top, total = _at_once(
+            acc, top, total, query, positions, keys, values, table_ptr, head, start, end, first_position, length,
+            window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, HAS_WINDOW, HAS_SOFTCAP,
+            UPCAST, DESCRIPTORS, SPECIALISE,
+        )  # fmt: skip
+    if PDL == 2:
         gdc_launch_dependents()
-    if PDL > 0:
-        gdc_wait()
-    length = tl.load(lengths_ptr + span)
-    rows, inner = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    row_mask = (rows < G)[:, None] & (inner < D)[None, :]
-    acc, top, total = nothing_yet(ROWS, WIDTH)
-    start = 0
-    if HAS_WINDOW:
-        start = tl.maximum(length - window, 0) // TILE * TILE
-    for chunk in range(start // CHUNK, tl.cdiv(length, CHUNK)):
-        place = ((span * K + head) * num_chunks + chunk).to(tl.int64)
-        part = tl.load(partial_ptr + place * (G * D) + rows[:, None] * D + inner[None, :], row_mask, other=0.0)
-        part_top = tl.load(marks_ptr + place * (2 * G) + rows, rows < G, other=NOTHING)
-        part_total = tl.load(marks_ptr + place * (2 * G) + G + rows, rows < G, other=0.0)
-        acc, top, total = merge(acc, top, total, part, part_top, part_total)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    targets = out_ptr + span.to(tl.int64) * (K * G * D) + (head * G + rows)[:, None] * D + inner[None, :]
+    targets = out_ptr + places[:, None] * (K * G * D) + heads[:, None] * D + inner[None, :]
     tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
 
 
 # Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges. In
-# this form no product is fused into a sum: which of two is, the compiler chooses, and three kernels must choose alike.
+# this form no product is fused into a sum: which of two is, the compiler chooses, and two kernels must choose alike.
 CHUNK = 512
-SCRATCH_BYTES = 64 << 20  # for the chunks of a launch; more spans than fit are attended in several launches
 
 
 def prefill_attention(
@@ -256,7 +195,7 @@ def prefill_attention(
     descriptors: read tiles with the tensor copy engine (blocks of at least a tile). specialise: let a warp of its own
     do the reading. Both only where they were measured to pay.
     """
-    choice = _shape_for(keys_NPKD, queries_THD.shape[1] // keys_NPKD.shape[2], invariant)
+    choice = shape_for(keys_NPKD, queries_THD.shape[1] // keys_NPKD.shape[2], invariant)
     rows, tile = rows or choice[0], tile or choice[1]
     num_warps, num_stages = num_warps or choice[2], num_stages or choice[3]
     num_kv_heads, head_dim = keys_NPKD.shape[2:]
@@ -272,68 +211,16 @@ def prefill_attention(
         )
     grid = (triton.cdiv(max_query, rows // group), num_kv_heads, lengths_S.shape[0])
     start(_prefill_kernel, grid,
-        queries_THD, keys, values, tables_SB, lengths_S, starts_S1, out_THD, out_THD, out_THD,
+        queries_THD, keys, values, tables_SB, lengths_S, starts_S1, out_THD,
         scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=next_power_of_2(head_dim),
-        P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK if invariant else 0, ALONE=False, HAS_WINDOW=window is not None,
+        P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK if invariant else 0, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=descriptors, SPECIALISE=specialise,
         enable_fp_fusion=not invariant, **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip
 
 
-def invariant_decode_attention(
-    queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor,
-    starts_S1: Tensor, max_length: int, out_THD: Tensor, scratch: Scratch, scale: float, window: int | None = None,
-    softcap: float | None = None,
-) -> None:  # fmt: skip
-    """Decode whose result for a token equals prefill_attention(invariant=True), whatever else is in the batch.
-
-    The spans are the first of starts_S1 = 0, 1, 2, …; their parts lie in scratch, as many spans at once as fit.
-    """
-    num_kv_heads, head_dim = keys_NPKD.shape[2:]
-    num_spans, group = lengths_S.shape[0], queries_THD.shape[1] // num_kv_heads
-    num_chunks = max(1, -(-max_length // CHUNK))
-    most = spans_at_once(num_chunks, queries_THD.shape[1], head_dim)
-    scratch.reserve(min(num_spans, most) * num_kv_heads, num_chunks, group, head_dim)
-    for first in range(0, num_spans, most):
-        part = slice(first, first + most)
-        _decode_in_chunks(
-            queries_THD[part], keys_NPKD, values_NPKD, tables_SB[part], lengths_S[part], starts_S1, num_chunks,
-            out_THD[part], scratch, scale, window, softcap,
-        )  # fmt: skip
-
-
-def spans_at_once(num_chunks: int, num_heads: int, head_dim: int) -> int:
-    """Spans of one launch of invariant_decode_attention: what SCRATCH_BYTES hold, in fours: addresses stay even."""
-    return max(SCRATCH_BYTES // (num_chunks * num_heads * (head_dim + 2) * 4) // 4 * 4, 4)
-
-
-def _decode_in_chunks(
-    queries_SHD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, tables_SB: Tensor, lengths_S: Tensor,
-    starts_S1: Tensor, num_chunks: int, out_SHD: Tensor, scratch: Scratch, scale: float, window: int | None,
-    softcap: float | None,
-) -> None:  # fmt: skip
-    """Every chunk by itself, then their sum in order. starts_S1: 0, 1, 2, …"""
-    num_spans, (num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[2:]
-    group, width = queries_SHD.shape[1] // num_kv_heads, next_power_of_2(head_dim)
-    rows, tile, num_warps, _ = _shape_for(keys_NPKD, group, True)
-    num_stages = 1 if interpreted() or keys_NPKD.element_size() == 4 or head_dim > 128 else 3  # no sum depends on it
-    start(_prefill_kernel, (num_chunks, num_kv_heads, num_spans),
-        queries_SHD, keys_NPKD, values_NPKD, tables_SB, lengths_S, starts_S1, out_SHD, scratch.partial, scratch.marks,
-        scale * LOG2_E, softcap or 1.0, window or 0, queries_SHD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
-        tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=width,
-        P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK, ALONE=True, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=False, SPECIALISE=False,
-        enable_fp_fusion=False, **options(queries_SHD, "attention", num_warps, num_stages),
-    )  # fmt: skip
-    start(_merge_kernel, (num_spans, num_kv_heads),
-        scratch.partial, scratch.marks, lengths_S, out_SHD, window or 0, num_chunks, K=num_kv_heads, G=group,
-        ROWS=rows, D=head_dim, WIDTH=width, TILE=tile, CHUNK=CHUNK, HAS_WINDOW=window is not None,
-        enable_fp_fusion=False, **options(queries_SHD, "attention", num_warps),
-    )  # fmt: skip
-
-
-def _shape_for(keys_NPKD: Tensor, group: int, invariant: bool) -> tuple[int, int, int, int]:
+def shape_for(keys_NPKD: Tensor, group: int, invariant: bool) -> tuple[int, int, int, int]:
     """(rows, tile, warps, stages): 128 rows feed the tensor cores, unless 16- or 32-bit tiles outgrow shared memory."""
     width, item = next_power_of_2(keys_NPKD.shape[3]), keys_NPKD.element_size()
     if interpreted():

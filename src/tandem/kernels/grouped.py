@@ -13,7 +13,7 @@ from tandem.kernels.launch import runs_triton, target_of
 
 # Rows a group, on average (measured: docs/log.md):
 FEW_ROWS = 12  # up to which small tiles of ours are quicker
-LIBRARY_ROWS = 192  # from which on torch's kernel is
+LIBRARY_ROWS = 96  # from which on torch's kernel is, about: with 128 groups from 64 on, with 8 from 190
 
 
 def grouped_torch(rows_AI: Tensor, weight_XOI: Tensor, ends_X: Tensor) -> Tensor:
