@@ -75,7 +75,8 @@ def small_chunks(monkeypatch):
     from tandem.kernels import attention_invariant, attention_prefill
 
     for module in (attention_invariant, attention_prefill):
-        monkeypatch.setattr(module, "CHUNK", 32)
+        for name, size in (("NEAR", 64), ("SHORT", 32), ("LONG", 64)):
+            monkeypatch.setattr(module, name, size)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -155,19 +156,49 @@ def test_padding_rows_give_zeros():
 
 
 @pytest.mark.parametrize("window", [None, 25])
-def test_deterministic_decode_equals_deterministic_prefill_bit_for_bit(window):
+@pytest.mark.parametrize(("num_queries", "length"), [(12, 75), (40, 40), (80, 140)])
+def test_deterministic_decode_equals_deterministic_prefill_bit_for_bit(window, num_queries, length):
     shape = (4, 2, 64, 16, window, None)
-    queries, keys, values, batch, asked = case(shape, [(12, 75)])
+    queries, keys, values, batch, asked = case(shape, [(num_queries, length)])
     backend = TritonAttention(torch.device(DEVICE), deterministic=True)
     whole = backend.attend(queries, keys, values, batch, asked)
-    for token in (0, 5, 11):
+    for token in {0, 5, 31, 32, num_queries - 1} & set(range(num_queries)):
         one = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
-        batch.lengths_S[0] = 64 + token
+        batch.lengths_S[0] = length - num_queries + token + 1
         alone = Batch(
             batch.ids_T, batch.positions_T, batch.slots_T, one, batch.lengths_S, batch.tables_SB, None, 1, 1, 200
         )
         got = backend.attend(queries[token : token + 1].contiguous(), keys, values, alone, asked)
         assert torch.equal(got[0], whole[token])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (8, 2, 128, 16, None, None), (4, 2, 128, 32, 300, 30.0), (10, 2, 64, 16, None, None), (16, 1, 96, 64, 77, None),
+        (8, 8, 64, 16, None, 20.0), (32, 1, 128, 16, None, None), (2, 1, 256, 16, None, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_deterministic_decode_of_few_and_many_equals_prefill_on_a_card(dtype, shape, monkeypatch):
+    """Few spans are attended in tiles of 64 rows, many in tiles of 16, prompts in tiles of 64, and all add up alike."""
+    monkeypatch.undo()  # chunks of the real sizes
+    lengths = [1, 64, 127, 128, 129, 500, 511, 512, 513, 768, 1000, 1313]
+    queries, keys, values, batch, asked = case(shape, [(min(length, 70), length) for length in lengths])
+    queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
+    backend = TritonAttention(torch.device(DEVICE), deterministic=True)
+    last = batch.query_starts_S1[1:].long() - 1
+    want = backend.attend(queries, keys, values, batch, asked)[last]
+    for copies in (1, 60):
+        starts = torch.arange(copies * len(lengths) + 1, dtype=torch.int32, device=DEVICE)
+        lengths_S, tables_SB = batch.lengths_S.repeat(copies), batch.tables_SB.repeat(copies, 1)
+        decodes = Batch(
+            batch.ids_T, batch.positions_T, batch.slots_T, starts, lengths_S, tables_SB, None, len(lengths_S), 1, 1313
+        )
+        got = backend.attend(queries[last].repeat(copies, 1, 1), keys, values, decodes, asked)
+        assert torch.equal(got, want.repeat(copies, 1, 1))
 
 
 @pytest.mark.parametrize("spans", [[(37, 37), (20, 20)], [(48, 48)], [(1, 9), (1, 30), (37, 37), (20, 20)]])

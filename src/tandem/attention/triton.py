@@ -38,7 +38,7 @@ class TritonAttention:
         item_bytes: of the cache's dtype. No later step takes more, and none of it is given back.
         """
         from tandem.kernels.attention_decode import num_splits_for, tile_size
-        from tandem.kernels.attention_invariant import CHUNK, spans_at_once
+        from tandem.kernels.attention_invariant import most_chunks, spans_at_once
 
         num_kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
         bound = 1 << (max(max_length, 1) - 1).bit_length()  # a graph's
@@ -46,7 +46,7 @@ class TritonAttention:
         if self.deterministic:
             largest = max(
                 min(spans_at_once(num_chunks, shape.num_heads, shape.head_dim), num_spans) * num_chunks
-                for num_chunks in range(1, -(-bound // CHUNK) + 1)
+                for num_chunks in range(1, most_chunks(bound) + 1)
             )
         else:
             largest = max(

@@ -4,8 +4,8 @@ It knows that prefill_attention(invariant=True) takes the keys in the same chunk
 nothing, and merges them in the same order: so a token's result is the same number whether it was computed alone, among
 others, or in a prompt. A tile of few rows in one warp adds up a row as a warp of a larger tile does; tests hold that.
 
-    one span, one KV head      positions   0 ──────── CHUNK ──────── 2 · CHUNK ─── length
-    programs                               chunk 0   │   chunk 1    │   chunk 2
+    one span, one KV head      positions   0 ─── SHORT ─── … ─── NEAR ──────── NEAR + LONG ──── length
+    programs                               chunk 0 │ 1 │ 2 │ 3    │  chunk 4  │  chunk 5
     last to finish: merges all chunks, the first one first, whoever it is
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, nothing_yet
-from tandem.kernels.attention_prefill import CHUNK, fold_tiles, merge, shape_for
-from tandem.kernels.launch import interpreted, next_power_of_2, options, start
+from tandem.kernels.attention_prefill import LONG, NEAR, SHORT, chunk_begin, chunk_of, fold_tiles, merge, shape_for
+from tandem.kernels.launch import interpreted, next_power_of_2, options, start, target_of
 
 SCRATCH_BYTES = 64 << 20  # for the chunks of a launch; more spans than fit are attended in several launches
 TOGETHER = tl.constexpr(8)  # chunks whose loads are in flight together when they are merged
@@ -60,18 +60,18 @@ def _chunk_kernel(
     queries_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, marks_ptr, tickets_ptr,
     scale, softcap, window, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, NEAR: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, span, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL == 1:
         gdc_launch_dependents()
     length = tl.load(lengths_ptr + span)  # ahead of the wait, as in attention_decode.py
     first = tl.maximum(length - window, 0) // TILE * TILE if HAS_WINDOW else 0
-    skipped = first // CHUNK
-    num_chunks = tl.maximum(tl.cdiv(length, CHUNK) - skipped, 1)
-    low = tl.maximum((skipped + chunk) * CHUNK, first)
-    high = tl.minimum((skipped + chunk) * CHUNK + CHUNK, length)
+    skipped = chunk_of(first, NEAR, SHORT, LONG)
+    num_chunks = chunk_of(tl.maximum(length, 1) - 1, NEAR, SHORT, LONG) + 1 - skipped
+    low = tl.maximum(chunk_begin(skipped + chunk, NEAR, SHORT, LONG), first)
+    high = tl.minimum(chunk_begin(skipped + chunk + 1, NEAR, SHORT, LONG), length)
     if PDL > 0:
         gdc_wait()
     if chunk >= num_chunks:  # behind the wait: a kernel is done only when all before it are
@@ -117,11 +117,11 @@ def invariant_decode_attention(
     """
     num_spans, (num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[2:]
     group = queries_THD.shape[1] // num_kv_heads
-    num_chunks = max(1, -(-max_length // CHUNK))
+    num_chunks = most_chunks(max_length)
     most = spans_at_once(num_chunks, queries_THD.shape[1], head_dim)
     if num_chunks > 1:
         scratch.reserve(min(num_spans, most) * num_kv_heads, num_chunks, group, head_dim)
-    rows, tile, num_warps, num_stages = _shape_for(keys_NPKD, group)
+    rows, tile, num_warps, num_stages = _shape_for(keys_NPKD, group, num_spans * num_kv_heads * num_chunks)
     for first in range(0, num_spans, most):
         part = slice(first, first + most)
         start(_chunk_kernel, (num_kv_heads, len(lengths_S[part]), num_chunks),
@@ -129,17 +129,31 @@ def invariant_decode_attention(
             scratch.partial, scratch.marks, scratch.tickets,
             scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0),
             keys_NPKD.stride(1), tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim,
-            WIDTH=next_power_of_2(head_dim), P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK,
-            HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(),
+            WIDTH=next_power_of_2(head_dim), P=keys_NPKD.shape[1], TILE=tile, NEAR=NEAR, SHORT=SHORT,
+            LONG=LONG, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(),
             enable_fp_fusion=False, **options(queries_THD, "attention", num_warps, num_stages),
         )  # fmt: skip
 
 
-def _shape_for(keys_NPKD: Tensor, group: int) -> tuple[int, int, int, int]:
-    """(rows, tile, warps, stages). Tiles are prefill's, on which sums depend; stages are free."""
+def _shape_for(keys_NPKD: Tensor, group: int, num_programs: int) -> tuple[int, int, int, int]:
+    """(rows, tile, warps, stages). Tiles are prefill's, on which sums depend; stages are free.
+
+    Where programs wait for each other anyway one warp of 16 rows does as much as four of 64, most of which are empty.
+    """
     rows, tile, num_warps, _ = shape_for(keys_NPKD, group, True)
-    num_stages = 1 if interpreted() or keys_NPKD.element_size() == 4 or keys_NPKD.shape[3] > 128 else 3
-    return rows, tile, num_warps, num_stages
+    if interpreted() or keys_NPKD.element_size() == 4 or keys_NPKD.shape[3] > 128:
+        return rows, tile, num_warps, 1
+    target = target_of(keys_NPKD.device)
+    is_few = target is None or num_programs <= 4 * target.num_multiprocessors
+    if is_few or group > 16 or target.capability[0] != 9:  # elsewhere it is not known to add up alike
+        return rows, tile, num_warps, 3
+    return 16, tile, 1, 3
+
+
+def most_chunks(max_length: int) -> int:
+    """Chunks of a span of so many positions, one at least."""
+    near, far = min(max_length, NEAR), max(max_length - NEAR, 0)
+    return max(-(-near // SHORT) + -(-far // LONG), 1)
 
 
 def spans_at_once(num_chunks: int, num_heads: int, head_dim: int) -> int:

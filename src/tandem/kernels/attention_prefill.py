@@ -79,15 +79,28 @@ def merge(acc, top, total, other_acc, other_top, other_total):
 
 
 @triton.jit
+def chunk_begin(chunk, NEAR: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr):
+    """Its first position: those before NEAR are in chunks of SHORT, all others in chunks of LONG."""
+    return tl.where(chunk < NEAR // SHORT, chunk * SHORT, NEAR + (chunk - NEAR // SHORT) * LONG)
+
+
+@triton.jit
+def chunk_of(position, NEAR: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr):
+    """In which chunk a position is."""
+    return tl.where(position < NEAR, position // SHORT, NEAR // SHORT + (position - NEAR) // LONG)
+
+
+@triton.jit
 def _in_chunks(
     acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale, softcap,
     block_stride, position_stride, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    TILE: tl.constexpr, NEAR: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Batch-invariant: each chunk of CHUNK positions from zero, folded in in order, as merging them alone would."""
-    for chunk in range(start // CHUNK, tl.cdiv(end, CHUNK)):
-        low, high = tl.maximum(chunk * CHUNK, start), tl.minimum(chunk * CHUNK + CHUNK, end)
+    """Batch-invariant: each chunk from zero, folded in in order, as merging them alone would."""
+    for chunk in range(chunk_of(start, NEAR, SHORT, LONG), chunk_of(end - 1, NEAR, SHORT, LONG) + 1):
+        low = tl.maximum(chunk_begin(chunk, NEAR, SHORT, LONG), start)
+        high = tl.minimum(chunk_begin(chunk + 1, NEAR, SHORT, LONG), end)
         part, part_top, part_total = nothing_yet(ROWS, WIDTH)
         part, part_top, part_total = fold_tiles(
             part, part_top, part_total, query, positions, keys, values, table_ptr, head, low, high, length, window,
@@ -130,10 +143,10 @@ def _prefill_kernel(
     queries_ptr, keys, values, tables_ptr, lengths_ptr, starts_ptr, out_ptr,
     scale, softcap, window, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, SPECIALISE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, NEAR: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, INVARIANT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    SPECIALISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # CHUNK 0: one pass. CHUNK > 0, batch-invariant: one chunk after the other.
     span, head = tl.program_id(2), tl.program_id(1)
     if PDL == 1:
         gdc_launch_dependents()
@@ -160,11 +173,11 @@ def _prefill_kernel(
         start = tl.maximum(first_position - window + 1, 0) // TILE * TILE
     acc, top, total = nothing_yet(ROWS, WIDTH)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
-    if CHUNK > 0:
+    if INVARIANT:
         acc, top, total = _in_chunks(
             acc, top, total, query, positions, keys, values, table_ptr, head, start, end, length, window, scale,
-            softcap, block_stride, position_stride, ROWS, D, WIDTH, P, TILE, CHUNK, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-            DESCRIPTORS,
+            softcap, block_stride, position_stride, ROWS, D, WIDTH, P, TILE, NEAR, SHORT, LONG, HAS_WINDOW,
+            HAS_SOFTCAP, UPCAST, DESCRIPTORS,
         )  # fmt: skip
     else:
         acc, top, total = _at_once(
@@ -179,9 +192,10 @@ def _prefill_kernel(
     tl.store(targets, result.to(out_ptr.dtype.element_ty), row_mask)
 
 
-# Keys a chunk in the batch-invariant form. Large chunks cost decode parallelism, small ones cost prefill merges. In
-# this form no product is fused into a sum: which of two is, the compiler chooses, and two kernels must choose alike.
-CHUNK = 512
+# Chunks of the batch-invariant form: positions before NEAR, and others. Large ones cost decode parallelism, small ones
+# cost prefill merges (measured: docs/log.md). In this form no product is fused into a sum: which of two is, the
+# compiler chooses, and two kernels must choose alike.
+NEAR, SHORT, LONG = 512, 128, 256
 
 
 def prefill_attention(
@@ -214,8 +228,9 @@ def prefill_attention(
         queries_THD, keys, values, tables_SB, lengths_S, starts_S1, out_THD,
         scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0), keys_NPKD.stride(1),
         tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim, WIDTH=next_power_of_2(head_dim),
-        P=keys_NPKD.shape[1], TILE=tile, CHUNK=CHUNK if invariant else 0, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(), DESCRIPTORS=descriptors, SPECIALISE=specialise,
+        P=keys_NPKD.shape[1], TILE=tile, NEAR=NEAR, SHORT=SHORT, LONG=LONG, INVARIANT=invariant,
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(),
+        DESCRIPTORS=descriptors, SPECIALISE=specialise,
         enable_fp_fusion=not invariant, **options(queries_THD, "attention", num_warps, num_stages),
     )  # fmt: skip
 
