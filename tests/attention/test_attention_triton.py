@@ -238,6 +238,17 @@ def test_num_splits_follow_batch_and_length():
     assert [backend.num_splits(n, 2048, keys, True) for n in (256, 128, 64, 32, 8, 1)] == [1, 1, 2, 4, 8, 32]
 
 
+def test_programs_that_are_alike_have_one_warp_where_that_fills_their_last_wave():
+    from tandem.kernels.attention_decode import num_warps_for
+
+    chosen = {spans: num_warps_for(8 * spans, 132, 128, 2) for spans in (64, 80, 96, 112, 128, 160, 192, 224, 256)}
+    assert [spans for spans, warps in chosen.items() if warps == 1] == [96, 192]
+    assert num_warps_for(768, 132, 64, 2) == num_warps_for(768, 132, 128, 4) == 2
+    backend, keys = TritonAttention(torch.device(DEVICE)), torch.empty(3, 16, 2, 128, dtype=torch.bfloat16)
+    assert backend._form(96 * 4, 1, keys, False) == {"num_warps": 1}
+    assert backend._form(96 * 4, 1, keys, True) == backend._form(96 * 4, 2, keys, False) == {}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_a_tile_read_ahead_holds_the_steps_own_token(shape, splits, monkeypatch):
@@ -256,7 +267,7 @@ def test_the_cache_is_read_ahead_where_that_was_faster():
     backend, keys = TritonAttention(torch.device("cpu")), torch.empty(1, 16, 8, 128, dtype=torch.bfloat16)
 
     def form(num, length):
-        return backend._form(num, backend.num_splits(num, length, keys), keys)
+        return backend._form(num, backend.num_splits(num, length, keys), keys, False)
 
     assert [num for num in (1, 4, 5, 8, 15, 16, 32, 33, 256) if form(num, 9000).get("ahead")] == [1, 4, 16, 32]
     one_tile = [(num, length) for num in (1, 2, 4, 16) for length in (512, 2048) if "num_stages" in form(num, length)]

@@ -102,15 +102,21 @@ class TritonAttention:
         order_S = batch.order_S if splits == 1 or splits > usual else None
         decode_attention(
             queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
-            shape.window, shape.softcap, order_S=order_S, **self._form(num, splits, keys_NPKD),
+            shape.window, shape.softcap, order_S=order_S, **self._form(num, splits, keys_NPKD, batch.is_uneven),
         )  # fmt: skip
 
-    def _form(self, num_decodes: int, num_splits: int, keys_NPKD: Tensor) -> dict[str, Any]:
-        """Whether the first tile is read ahead, and the form of programs that have no other."""
-        if not reads_ahead(num_decodes):
+    def _form(self, num_decodes: int, num_splits: int, keys_NPKD: Tensor, is_uneven: bool) -> dict[str, Any]:
+        """Whether the first tile is read ahead, and the form of programs that have no other or are all alike."""
+        from tandem.kernels.attention_decode import num_warps_for
+
+        if reads_ahead(num_decodes):
+            has_one_tile = num_decodes <= 4 and num_splits < self.num_splits(num_decodes, 1 << 30, keys_NPKD)
+            return {"ahead": True, **({"num_warps": 4, "num_stages": 1} if has_one_tile else {})}
+        if is_uneven or num_splits > 1:
             return {}
-        has_one_tile = num_decodes <= 4 and num_splits < self.num_splits(num_decodes, 1 << 30, keys_NPKD)
-        return {"ahead": True, **({"num_warps": 4, "num_stages": 1} if has_one_tile else {})}
+        num_kv_heads, head_dim = keys_NPKD.shape[2:]
+        num_programs, item_bytes = num_decodes * num_kv_heads, keys_NPKD.element_size()
+        return {"num_warps": num_warps_for(num_programs, num_multiprocessors(self.device), head_dim, item_bytes)}
 
     def _prefill(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
