@@ -1,6 +1,7 @@
 """Reasoning and tool calls out of an answer's text: formats, oddities, and that cutting changes nothing."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.serve.calls import HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
 from tandem.serve.parse import AnswerParser, Reasoning
+from tandem.serve.value_kinds import ValueKinds
 
 NAMES = ("weather", "time")
 CALL = '{"name": "weather", "arguments": {"city": "Paris", "days": [1, {"x": "}\\""}]}}'
@@ -53,6 +55,21 @@ def test_mistral_calls_as_list_and_by_name() -> None:
     assert calls_of(MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]") == ("", [("weather", ARGUMENTS)] * 2)
     named = f"Yes. [TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]time[CALL_ID]a1[ARGS]{{}}"
     assert calls_of(MISTRAL, named) == ("Yes.", [("weather", ARGUMENTS), ("time", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("form", "written", "arguments"),
+    [
+        (HERMES, '"\\ud83d"', "\ufffd"),
+        (HERMES, '"{\\"a\\":\\"\\ud83d\\ude00\\udc00\\"}"', '{"a":"\U0001f600\ufffd"}'),
+        (LLAMA, '"\\udc00"', "\ufffd"), (HERMES, '{"a": "\\ud83d"}', '{"a": "\\ud83d"}'),
+    ],
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_a_replacement_character(form: CallFormat, written: str, arguments: str) -> None:
+    """Where a string of JSON becomes text. Arguments that are JSON stay as the model wrote them."""
+    said = f'{form.opening}{{"name": "time", "{form.arguments_key}": {written}}}{form.closing}'
+    content, calls = calls_of(form, said)
+    assert (content, calls) == ("", [("time", arguments)]) and calls[0][1].encode()
 
 
 @pytest.mark.parametrize(
@@ -132,6 +149,13 @@ PARTS = st.sampled_from([
     '{"name": "nobody", "arguments": 1}', '{"name": "time", "parameters": "{\\"a\\": 1}"}', "weather", " ", "\n",
     "\n\n", ",", ";", "a", "{", "}", '"', "\\", "<", "<t", "</", "text. ", "[CALL_ID]", "5 ",
 ])  # fmt: skip
+TAGGED_PARTS = st.sampled_from([
+    "<think>", "</think>", "<tool_call>", "<tool_call>\n<function=weather>\n", "<tool_call><function=time>",
+    "<function=", "<function=unknown>", "</function>", "</tool_call>", "\n</function>\n</tool_call>",
+    "<parameter=days>",
+    "<parameter=list>\n[1]\n</parameter>", "</parameter>", "</tool_calls", "</functio", "</", "<", ">", "3", " ", "\n",
+    "It is done.", "x" * 255, "xx", '{"name": "time"}', "<x>",
+])  # fmt: skip
 
 
 @given(
@@ -143,17 +167,55 @@ PARTS = st.sampled_from([
 @example(["<think> a </think> ", '{"name": "time", "parameters": {}}', " ; x"], list(range(100)), LLAMA, False, False)
 @settings(deadline=None, max_examples=300)
 def test_cutting_changes_nothing(parts, cuts, form, thinks, single) -> None:
-    text = "".join(parts)
+    check_cuts("".join(parts), cuts, form, thinks, single=single)
+
+
+CLOSED = "<tool_call><function=time><parameter=a>1</parameter></tool_call> It is done."
+LONG = f"<tool_call><function={'x' * 257}></function></tool_call>text {CLOSED}"
+
+
+@given(
+    parts=st.lists(TAGGED_PARTS, max_size=14), cuts=st.lists(st.integers(0, 400), max_size=30),
+    thinks=st.sampled_from([None, False, True]), single=st.booleans(), governed=st.booleans(),
+)  # fmt: skip
+@example([CLOSED], [60], None, False, False)
+@example([CLOSED.replace("time", "unknown")], [60], None, False, False)
+@example([LONG], [10], None, False, False)
+@example(["<tool_call><function=time></tool_calls ", "</function>x"], [40], None, False, False)
+@settings(deadline=None, max_examples=300)
+def test_cutting_calls_between_tags_changes_nothing(parts, cuts, thinks, single, governed) -> None:
+    check_cuts("".join(parts), cuts, TAGGED, thinks, single=single, governed=governed, kinds=KINDS)
+
+
+def check_cuts(text: str, cuts: list[int], form: CallFormat | None, thinks: bool | None, **options) -> None:
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[a:b] for a, b in pairwise(edges)]
 
-    def make() -> AnswerParser:
-        calls = Calls(form, NAMES, single=single) if form is not None else None
-        return calls if thinks is None and calls is not None else Reasoning(calls, inside=bool(thinks))
+    def outcome(pieces: list[str]) -> tuple:
+        calls = Calls(form, NAMES, **options) if form is not None else None
+        parser: AnswerParser = calls if thinks is None and calls is not None else Reasoning(calls, inside=bool(thinks))
+        return *parse(parser, pieces), parser.in_call, parser.cut_short
 
-    whole = parse(make(), [text])
-    assert parse(make(), [*pieces, ""]) == whole
-    assert parse(make(), list(text) or [""]) == whole
+    whole = outcome([text])
+    assert outcome([*pieces, ""]) == whole
+    assert outcome(list(text) or [""]) == whole
+
+
+@pytest.mark.parametrize("pieces", [["", "</tool_call>"], ["</", "tool", "_call", ">"], ["</tool_c", "all>"]])
+def test_a_call_that_its_closing_ends_takes_all_of_it(pieces: list[str]) -> None:
+    before = "<tool_call><function=time><parameter=a>1</parameter>"
+    parser = Calls(TAGGED, NAMES)
+    said = parse(parser, [before + pieces[0], *pieces[1:], " It is", " done.", ""])
+    assert said == ("It is done.", "", [("time", '{"a": "1"}')]) and not parser.cut_short
+    unknown = before.replace("time", "unknown")
+    said = parse(Calls(TAGGED, NAMES), [unknown + pieces[0], *pieces[1:], " It is done.", ""])
+    assert said == (unknown + "</tool_call> It is done.", "", [])
+
+
+@pytest.mark.parametrize("size", [1, 7, 5000])
+def test_a_name_that_is_too_long_swallows_nothing_behind_it(size: int) -> None:
+    content, _, calls = parse(Calls(TAGGED, NAMES), [LONG[i : i + size] for i in range(0, len(LONG), size)])
+    assert content == LONG.removesuffix(f" {CLOSED}") + "It is done." and calls == [("time", '{"a": "1"}')]
 
 
 def test_arguments_stream_as_they_come() -> None:
@@ -179,7 +241,12 @@ SCHEMAS = {"weather": {"properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}, "share": {"type": ["number", "null"]},
     "fine": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "list": {"$ref": "#/$defs/list"}, "any": {},
     "note": {"type": ["string", "null"]}, "pick": {"enum": [1, 2]},
-}, "$defs": {"list": {"type": "array"}}}}  # fmt: skip
+    "odd": {"type": 5}, "odder": {"type": True}, "oddest": {"type": {}}, "some": {"type": [5, "integer", {}]},
+    "any of": {"anyOf": [5, None, [], {"type": "boolean"}]}, "listed": {"$ref": "#/properties/nested/anyOf/1"},
+    "nested": {"anyOf": [{}, {"type": "integer"}]}, "lost": {"$ref": "#/properties/nested/anyOf/9/x"},
+    "ring": {"$ref": "#/properties/ring"}, "far": {"$ref": "#/$defs/a~1b"},
+}, "$defs": {"list": {"type": "array"}, "a/b": {"type": "integer"}}}}  # fmt: skip
+KINDS = ValueKinds(SCHEMAS)
 
 
 @pytest.mark.parametrize(
@@ -191,20 +258,68 @@ SCHEMAS = {"weather": {"properties": {
         ("fine", "false", False), ("list", '[1, {"a": "</b>"}]', [1, {"a": "</b>"}]), ("any", "5", "5"),
         ("other", "5", "5"), ("note", "null", None), ("note", "7", "7"), ("pick", "2", 2), ("days", "NaN", "NaN"),
         ("city", "", ""), ("list", "[" * 100_000, "[" * 100_000),
+        # no float holds it, and Infinity is no JSON
+        ("share", "1e999", "1e999"), ("share", "-1e999", "-1e999"), ("list", "[1, -1e999]", "[1, -1e999]"),
+        ("list", '[{"a": 1e999}]', '[{"a": 1e999}]'), ("share", "1e308", 1e308), ("share", "0e999", 0.0),
+        # an integer is a number without a fraction
+        ("days", "5.0", 5), ("days", "-2e2", -200), ("days", "1e300", 1e300), ("share", "5.0", 5.0),
+        ("days", "1e999", "1e999"),
+        ("list", '["\\ud83d", {"\\udc00": "\\ud83d\\ude00"}]', ["\ufffd", {"\ufffd": "\U0001f600"}]),
+        ("odd", "3", "3"), ("odder", "3", "3"), ("oddest", "3", "3"), ("some", "3", 3), ("any of", "true", True),
+        ("listed", "2", 2), ("lost", "2", "2"), ("ring", "4", "4"), ("far", "4", 4),
     ],
 )  # fmt: skip
 def test_values_between_tags_are_of_the_type_that_the_schema_says(key: str, written: str, value: object) -> None:
-    content, [(name, arguments)] = calls_of(TAGGED, tagged("weather", **{key: written}), schemas=SCHEMAS)
-    assert (content, name) == ("", "weather") and json.loads(arguments) == {key: value}
+    content, [(name, arguments)] = calls_of(TAGGED, tagged("weather", **{key: written}), kinds=KINDS)
+    assert (content, name) == ("", "weather") and arguments.encode()
+    [found] = json.loads(arguments, parse_constant=pytest.fail).values()
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("number", [10, 30, 3000])
+def test_going_over_a_schema_takes_as_long_as_it_is_large(number: int) -> None:
+    """However often its parts refer to each other: a client writes it, and the event loop waits."""
+    me = {"$ref": "#/properties/x"}
+    rings = {
+        "x": {"anyOf": [dict(me) for _ in range(number)]},
+        "y": {"anyOf": [{"allOf": [{"oneOf": [dict(me)] * number}] * number}] * number},
+    }
+    kinds = ValueKinds({"time": {"properties": rings}})
+    start_s = time.thread_time()
+    for key in rings:
+        assert calls_of(TAGGED, tagged("time", **{key: "3"}), kinds=kinds) == ("", [("time", f'{{"{key}": "3"}}')])
+    assert time.thread_time() - start_s < 0.25
+
+
+def test_types_are_found_out_once_for_all_answers_to_a_request() -> None:
+    looks = []
+
+    class Watched(dict):
+        def get(self, name: str, default: object = None) -> object:
+            looks.append(name)
+            return super().get(name, default)
+
+    kinds = ValueKinds({"time": {"properties": {"x": Watched(type="integer", enum=[3] * 1000)}}})
+    for _ in range(50):
+        assert calls_of(TAGGED, tagged("time", x="3"), kinds=kinds)[1] == [("time", '{"x": 3}')]
+    assert looks.count("type") == 1
+
+
+def test_no_more_than_so_many_parts_of_a_schema_are_gone_over_for_a_value() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(400)} | {"d400": {"type": "integer"}}
+    root = {"properties": {"near": {"$ref": "#/$defs/d200"}, "far": {"$ref": "#/$defs/d0"}}, "$defs": chain}
+    kinds = ValueKinds({"f": root, "g": {"properties": 5}})
+    assert kinds.of("f", "near") == {"integer"} and not kinds.of("f", "far")
+    assert not kinds.of("g", "x") and not kinds.of("f", "other") and not kinds.of("unknown", "x")
 
 
 def test_calls_between_tags_stand_between_content() -> None:
     text = f"Well.\n{tagged('weather', city='Rome', days='2')}\n{tagged('time')}\nSo."
     calls = [("weather", '{"city": "Rome", "days": 2}'), ("time", "{}")]
-    assert calls_of(TAGGED, text, schemas=SCHEMAS) == ("Well.So.", calls)
+    assert calls_of(TAGGED, text, kinds=KINDS) == ("Well.So.", calls)
     for cut in range(len(text)):
         for pieces in ([text[:cut], text[cut:]], list(text)):
-            content, _, found = parse(Calls(TAGGED, NAMES, schemas=SCHEMAS), pieces)
+            content, _, found = parse(Calls(TAGGED, NAMES, kinds=KINDS), pieces)
             assert (content, found) == ("Well.So.", calls), cut
             if cut:
                 break
@@ -223,7 +338,7 @@ def test_a_call_between_tags_that_is_cut_short_keeps_whole_parameters() -> None:
     text = tagged("weather", city="Rome", days="2")
     seen = set()
     for size in range(len("<tool_call>\n<function=weather>"), len(text)):
-        parser = Calls(TAGGED, NAMES, schemas=SCHEMAS)
+        parser = Calls(TAGGED, NAMES, kinds=KINDS)
         content, _, calls = parse(parser, [text[:size]])
         assert not content and parser.cut_short == ("</function>" not in text[:size])
         seen.update(calls)

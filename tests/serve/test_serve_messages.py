@@ -118,3 +118,29 @@ def test_arguments_that_the_template_cannot_write_are_refused_by_path() -> None:
         cut = {**call(), "function": {"name": "f", "arguments": '{"city": "Ro'}}
         assert prompt_of(served, [*HI, {"role": "assistant", "tool_calls": [cut]}]) == "[u]hi[a]<f:city=Ro;>"
         served.canary()
+
+
+@pytest.mark.parametrize("template", [None, NAMES])
+def test_arguments_with_half_a_surrogate_pair_are_refused_by_path(template: str | None) -> None:
+    def talk(arguments: str) -> list[dict]:
+        made = {**call(), "function": {"name": "f", "arguments": arguments}}
+        return [*HI, {"role": "assistant", "tool_calls": [call(), made]}, *HI]
+
+    with serving(source={"chat_template": template} if template else {}, max_model_len=256) as served:
+        for arguments in (
+            r'{"a": "\ud83d"}',
+            r'{"\udc00": 1}',
+            r'{"a": [1, {"b": "x\uD83Dy"}]}',
+            r'{"a": "\ud83d", "b": "c',
+        ):
+            if template is None and arguments.endswith("c"):
+                continue  # it goes into the prompt as it stands
+            error = served.refused(CHAT, {"messages": talk(arguments), "max_tokens": 1}, param="messages")
+            assert error["message"].startswith("messages[1].tool_calls[1].function.arguments is "), error
+            assert "surrogate" in error["message"]
+            served.refused("/tokenize", {"messages": talk(arguments)}, param="messages")
+            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+            error = served.refused(RESPONSES, {"input": [*HI, item]}, param="input")
+            assert error["message"].startswith("input[1].tool_calls[0].function.arguments is ")
+        for arguments in (r'{"a": "\ud83d\ude00"}', r'{"a": "\\ud83d"}', r'{"a": "\ufffd"}'):
+            served.chat(talk(arguments), max_tokens=1)

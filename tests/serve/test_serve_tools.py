@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from serve_drive import Served, serving
@@ -310,6 +311,72 @@ def test_calls_between_tags_are_understood_and_come_back_so() -> None:
             assert refused.status_code == 400, refused.text
             error = refused.json()["error"]
             assert error["param"] == param and "between tags" in error["message"] and "auto" in error["message"]
+
+
+BETWEEN_TAGS = "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("written", "schema", "arguments"),
+    [
+        ('["\\ud83d"]', {"type": "array"}, '{"x": ["\ufffd"]}'), ("3", {"type": 5}, '{"x": "3"}'),
+        ("3", {"type": True}, '{"x": "3"}'), ("1e999", {"type": "number"}, '{"x": "1e999"}'),
+        ("3", {"anyOf": [{"$ref": "#/properties/x"}] * 60}, '{"x": "3"}'),
+    ],
+)  # fmt: skip
+def test_odd_values_and_odd_schemas_are_no_failure(written: str, schema: dict, arguments: str) -> None:
+    """Whole, streamed, and as items; nobody waits meanwhile for what takes long."""
+    parameters = {"type": "object", "properties": {"x": schema}}
+    function = {"name": "f", "parameters": parameters}
+    with serving(script=BETWEEN_TAGS.format(written), source={"chat_template": CODER}, max_model_len=8192) as served:
+        start_s = time.monotonic()
+        answer, _ = tool_answers(served, tools=[{"type": "function", "function": function}], tool_choice="auto")
+        assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == [arguments]
+        body = {"input": "hi", "tools": [{"type": "function", **function}]}
+        [item] = served.post(RESPONSES, body).json()["output"]
+        assert item["arguments"] == arguments and time.monotonic() - start_s < 5
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama", "mistral"])
+def test_arguments_in_a_string_that_hold_half_a_surrogate_pair_are_no_failure(family: str) -> None:
+    said = OSLO[family].replace('{"city": "Oslo"}', '"\\ud83d"')
+    lax = [{"type": "function", "function": {"name": "weather"}}]
+    with serving(script=said, source={"chat_template": TEMPLATES[family]}, max_model_len=2048) as served:
+        answer, _ = tool_answers(served, tools=lax)
+        assert answer["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": "\ufffd"}
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "properties", "where"),
+    [
+        (CODER, "a>b", {}, "tools[1].function.name"), (CODER, " f", {}, "tools[1].function.name"),
+        (CODER, "f\n", {}, "tools[1].function.name"),
+        (CODER, "f", {"a>b": {}}, "tools[1].function.parameters.properties"),
+        (CODER, "f", {"a": {}, "b ": {}}, "tools[1].function.parameters.properties"),
+        (TEMPLATES["mistral by name"], "a{b", {}, "tools[1].function.name"),
+        (TEMPLATES["mistral by name"], "a[ARGS]b", {}, "tools[1].function.name"),
+        (TEMPLATES["mistral by name"], "a[CALL_ID]", {}, "tools[1].function.name"),
+        (TEMPLATES["mistral by name"], "[a", {}, "tools[1].function.name"),
+        (TEMPLATES["mistral by name"], "a ", {}, "tools[1].function.name"),
+    ],
+)  # fmt: skip
+def test_names_that_the_model_could_never_write_are_refused(
+    template: str, name: str, properties: dict, where: str
+) -> None:
+    odd = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    good = {"name": "a.b-c_d\u00fc<", "parameters": {"type": "object", "properties": {"a b": {}}}}
+    with serving(source={"chat_template": template}, max_model_len=2048) as served:
+        for choice in ("auto", "required"):
+            tools = [{"type": "function", "function": function} for function in (good, odd)]
+            body = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 1}
+            error = served.refused(CHAT, body, param="tools")
+            assert error["message"].startswith(where) and "letters, digits, _ and -" in error["message"]
+        items = {"input": "hi", "tools": [{"type": "function", **function} for function in (good, odd)]}
+        error = served.refused(RESPONSES, items, param="tools")
+        assert error["message"].startswith(where.replace(".function", ""))
+        served.chat(HI, tools=[{"type": "function", "function": good}], max_tokens=1)
+    with serving(source={"chat_template": TEMPLATES["hermes"]}, max_model_len=2048) as served:
+        served.chat(HI, tools=[{"type": "function", "function": odd}], max_tokens=1)  # JSON has room for every name
 
 
 ALTERNATING = (  # as Gemma 3 and Llama 2

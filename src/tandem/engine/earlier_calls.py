@@ -22,6 +22,8 @@ MAX_LEVELS = 100
 _SHORT = re.compile("[a-zA-Z0-9]{9}")
 _CLOSING = {"{": "}", "[": "]"}
 _MARKS = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 # Behind whole escapes: half of a pair of surrogates, and half an escape.
 _HALF = re.compile(r"(?<!\\)((?:\\\\)*+)(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
 
@@ -210,17 +212,36 @@ def _handed(call: dict[str, Any], where: str, way: CallWay) -> dict[str, Any]:
 
 def _object_of(text: str, where: str, way: CallWay) -> Any:
     value = arguments_of(text)
-    if isinstance(value, Mapping) or way.takes_text:
-        return value
-    if text.strip() == "null":
-        return {}
-    if (begun := _begun(text)) is not None:
-        return begun
-    raise RequestError(
-        f"{where} is {text!r:.80}, which is no JSON object; this model's chat template writes arguments "
-        "name by name.",
-        param="messages", hint="send a JSON object, as '{\"city\": \"Rome\"}', or leave the call out.",
-    )  # fmt: skip
+    if not isinstance(value, Mapping):
+        if way.takes_text:
+            return value
+        value = {} if text.strip() == "null" else _begun(text)
+    if value is None:
+        raise RequestError(
+            f"{where} is {text!r:.80}, which is no JSON object; this model's chat template writes arguments "
+            "name by name.",
+            param="messages", hint="send a JSON object, as '{\"city\": \"Rome\"}', or leave the call out.",
+        )  # fmt: skip
+    if _SURROGATE.search(text) and _holds_half_pair(value):
+        raise RequestError(
+            f"{where} is {text!r:.80}, which names half of a surrogate pair alone: that is no character, and no text "
+            "can hold it.",
+            param="messages", hint="write both halves, as \\ud83d\\ude00, or \\ufffd in its place.",
+        )  # fmt: skip
+    return value
+
+
+def _holds_half_pair(value: Any) -> bool:
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str) and _HALF_PAIR.search(part):
+            return True
+        if isinstance(part, Mapping):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list):
+            waiting += part
+    return False
 
 
 def arguments_of(text: str) -> Any:
@@ -230,17 +251,19 @@ def arguments_of(text: str) -> Any:
     def constant(name: str) -> float:
         raise ValueError(f"{name} is no JSON")
 
-    def number(digits: str) -> float:
-        value = float(digits)
-        if math.isinf(value):
-            raise ValueError(f"{digits:.20} is too large")
-        return value
-
     try:
-        value = json.loads(text or "{}", parse_constant=constant, parse_float=number)
+        value = json.loads(text or "{}", parse_constant=constant, parse_float=json_number)
     except (ValueError, RecursionError):
         return Written(text)
     return value if isinstance(value, dict) else Written(text)
+
+
+def json_number(digits: str) -> float:
+    """The number. Raises ValueError for one that no float can hold: it would become infinite, which is no JSON."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits:.20} is too large")
+    return value
 
 
 def _begun(text: str) -> dict[str, Any] | None:

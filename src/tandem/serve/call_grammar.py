@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.request import Constraint
-from tandem.serve.calls import CallFormat
+from tandem.serve.calls import ARGS, CallFormat
 from tandem.serve.schema import FunctionTool
 
-ARGS = "[ARGS]"
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 SpecialId = Callable[[str], int | None]
 

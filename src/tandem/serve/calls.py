@@ -12,15 +12,16 @@ its first argument on: one that is cut short before that is given as nothing.
 import json
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from tandem.serve.parse import Piece, ToolPiece, hold_back, space_before
+from tandem.serve.parse import Piece, ToolPiece, hold_back, space_before, well_formed
 from tandem.serve.tagged_call import FUNCTION, MAX_NAME, TaggedCall
+from tandem.serve.value_kinds import ValueKinds
 
 _ALPHABET = string.ascii_letters + string.digits
 ARGUMENT_KEYS = ("arguments", "parameters")
+ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Calls:
     """Parts text into content and tool calls of one format, without the whitespace beside calls.
 
     names    the tools that were offered.
-    schemas  the parameters of tools, by which values between tags are understood.
+    kinds    of the parameters of tools, by which values between tags are understood.
     single   only the first call is given, later ones are dropped.
 
     What a grammar governs is a call as soon as it begins as one, so what is none yet when the answer is cut short is no
@@ -61,11 +62,11 @@ class Calls:
 
     def __init__(
         self, form: CallFormat, names: Sequence[str], *, single: bool = False, governed: bool = False,
-        alone: bool = False, forced: Sequence[str] = (), schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        alone: bool = False, forced: Sequence[str] = (), kinds: ValueKinds | None = None,
     ) -> None:  # fmt: skip
         self._form, self._names, self._single = form, frozenset(names), single
         self._governed, self._alone, self._forced = governed, alone, tuple(forced)
-        self._begin, self._schemas = "", schemas or {}
+        self._begin, self._kinds = "", kinds or ValueKinds({})
         self._separators = " \t\r\n,;" if form.is_list or not form.opening else " \t\r\n"
         self._buffer = ""
         self._space = ""  # whitespace that belongs to content if content follows, and to nothing beside a call
@@ -130,18 +131,18 @@ class Calls:
         """Behind an opening: a call, a list of calls, a name, or something that is no call."""
         self._skip_space()
         if not self._buffer:
-            return self._no_call(pieces) if final else False
+            return self._no_call(pieces, final) if final else False
         if self._buffer[0] == "{":
             self._begin_call(CallText())
             return True
         if self._form.is_tagged and FUNCTION.startswith(self._buffer[: len(FUNCTION)]):
             if len(self._buffer) >= len(FUNCTION):
-                self._begin_call(TaggedCall(self._schemas))
+                self._begin_call(TaggedCall(self._kinds))
                 return True
-            return self._no_call(pieces) if final else False
+            return self._no_call(pieces, final) if final else False
         if not self._form.is_list:
-            return self._no_call(pieces)
-        if self._buffer[0] == "[" and not "[ARGS]".startswith(self._buffer[:6]):
+            return self._no_call(pieces, final)
+        if self._buffer[0] == "[" and not ARGS.startswith(self._buffer[:6]):
             self._raw += self._take(1)
             self._state = self._between
             return True
@@ -151,9 +152,9 @@ class Calls:
         head, found, _ = self._buffer.partition("{")
         if found and len(head) <= MAX_NAME:
             self._raw += self._take(len(head))
-            self._begin_call(CallText(head.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip()))
+            self._begin_call(CallText(head.partition(ARGS)[0].partition(CALL_ID)[0].strip()))
             return True
-        return self._no_call(pieces) if final or len(head) > MAX_NAME else False
+        return self._no_call(pieces, final) if final or len(head) > MAX_NAME else False
 
     def _begin_call(self, call: "CallText | TaggedCall") -> None:
         self._call, self._state = call, self._inside
@@ -173,15 +174,15 @@ class Calls:
         if not call.complete:
             if final and not call.announced and not dropped:
                 self._cut = call.name in self._names
-                return self._no_call(pieces)
+                return self._no_call(pieces, final)
             return False
         if call.announced:
             self._number += 1
         elif call.name not in self._names:
-            self._state = self._failed
+            self._state = self._no_call if call.closed else self._failed
             return True
         self._raw = ""
-        self._state = self._between
+        self._state = self._behind if call.closed else self._between
         return True
 
     def _failed(self, pieces: list[Piece], final: bool) -> bool:
@@ -192,7 +193,7 @@ class Calls:
             return False
         if closing and rest.startswith(closing):
             self._raw += self._take(len(self._buffer) - len(rest) + len(closing))
-        return self._no_call(pieces)
+        return self._no_call(pieces, final)
 
     def _between(self, pieces: list[Piece], final: bool) -> bool:
         """Behind a call: another one, the closing, or content again."""
@@ -218,16 +219,22 @@ class Calls:
             self._state = self._outside
         return bool(self._buffer)
 
-    def _no_call(self, pieces: list[Piece]) -> bool:
+    def _no_call(self, pieces: list[Piece], final: bool) -> bool:
         """What was written since the opening is content; go on behind it."""
         raw, self._raw = self._raw, ""
         if self._governed:  # cut short, or it would be a call
             self._cut = not self._is_dropped
         if self._cut:
-            raw = self._buffer = ""
+            self._state = self._silent
+            return True
         self._content(raw, pieces)
         self._state = self._outside if self._form.opening else self._rest
         return True
+
+    def _silent(self, pieces: list[Piece], final: bool) -> bool:
+        """Behind a call that was cut: nothing is content any more."""
+        self._buffer = ""
+        return False
 
     @property
     def _is_dropped(self) -> bool:
@@ -255,7 +262,7 @@ class CallText:
     def __init__(self, name: str | None = None) -> None:
         self.text = ""
         self.name = name
-        self.complete = self.announced = False
+        self.complete = self.announced = self.closed = False
         self._depth, self._in_string, self._escaped = 0, False, False
         self._string_start = 0
         self._key: str | None = None
@@ -342,6 +349,6 @@ def _identity() -> str:
 
 def _unquoted(text: str) -> str:
     try:
-        return str(json.loads(text.strip()))
+        return well_formed(str(json.loads(text.strip())))
     except ValueError:
         return text

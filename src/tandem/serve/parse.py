@@ -8,10 +8,12 @@ However a text is cut into pieces on its way here, the joined results are the sa
 back until it has come, whitespace beside a mark for one.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -72,6 +74,11 @@ def hold_back(text: str, mark: str) -> int:
 def space_before(text: str, end: int) -> int:
     """Where the whitespace begins that reaches up to end."""
     return len(text[:end].rstrip())
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair: JSON may name one alone, and no text can hold it."""
+    return _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class Reasoning:

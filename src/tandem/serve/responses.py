@@ -87,9 +87,10 @@ def _in_our_words(error: RequestError, places: Sequence[str]) -> RequestError:
         number = int(found[1])
         return places[number] if number < len(places) else found[0]
 
-    if error.param not in ("input", "text"):
+    if error.param not in ("input", "text", "tools"):
         return error
     what = re.sub(r"\bmessages\[(\d+)\]", place, error.what)
+    what = re.sub(r"\b(tools\[\d+\])\.function\b", r"\1", what)
     what = re.sub(r"\bresponse_format(\.json_schema)?\b", "text.format", what)
     TandemError.__init__(error, what, hint=error.hint)
     return error

@@ -8,30 +8,33 @@ word for it; what is no such value stays a string.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
+
+from tandem.engine.earlier_calls import json_number
+from tandem.serve.parse import well_formed
+from tandem.serve.value_kinds import KINDS, ValueKinds
 
 MAX_NAME = 256
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_PARAMETER, END_OF_FUNCTION, END_OF_CALL = "</parameter>", "</function>", "</tool_call>"
 _SPACE = re.compile(r"\s*")
 _TAGS = (PARAMETER, END_OF_FUNCTION, END_OF_CALL)
-_KINDS: dict[type, str] = {
-    bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null",
-}  # fmt: skip
+_LONGEST_TAG = max(map(len, _TAGS))
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
+_EXACT = 2**53
 
 
 class TaggedCall:
     """Reads a call that begins with <function=. Arguments come a parameter at a time, as the JSON text of an object.
 
-    schemas   parameters of each tool by its name, as far as known.
+    kinds    of values, by tool and parameter, as far as known.
+    closed   it ended with </tool_call>, without an end of the function: that tag was taken as well.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, kinds: ValueKinds) -> None:
         self.name: str | None = None
-        self.complete = self.announced = False
-        self._schemas = schemas
+        self.complete = self.announced = self.closed = False
+        self._kinds = kinds
         self._text, self._at, self._searched = "", 0, 0
         self._keys: set[str] = set()
         self._fresh = ""
@@ -41,7 +44,9 @@ class TaggedCall:
         self._text += text
         while not self.complete and self._step():
             pass
-        return len(text) - (len(self._text) - self._at) if self.complete else len(text)
+        taken = len(text) - (len(self._text) - self._at) if self.complete else len(text)
+        assert 0 <= taken <= len(text), "a call ends in the text that ends it"
+        return taken
 
     def fresh_arguments(self) -> str:
         fresh, self._fresh = self._fresh, ""
@@ -58,11 +63,11 @@ class TaggedCall:
             return self._parameter()
         for end in (END_OF_FUNCTION, END_OF_CALL):
             if self._text.startswith(end, self._at):
-                self._at += len(end) if end == END_OF_FUNCTION else 0
+                self._at += len(end)
                 self._fresh += "}" if self._keys else "{}"
-                self.complete = True
+                self.complete, self.closed = True, end == END_OF_CALL
                 return True
-        rest = self._text[self._at : self._at + len(END_OF_FUNCTION)]
+        rest = self._text[self._at : self._at + _LONGEST_TAG]
         if any(tag.startswith(rest) for tag in _TAGS):
             return False
         place = self._text.find("<", self._at + 1)  # no tag: left out
@@ -72,8 +77,8 @@ class TaggedCall:
     def _head(self) -> bool:
         end = self._text.find(">")
         name = self._text[len(FUNCTION) : end if end >= 0 else None]
-        if len(name) > MAX_NAME:  # no call of ours
-            self._at, self.complete = len(self._text), True
+        if len(name) > MAX_NAME:  # no call of ours; it ends at the same place however it was cut
+            self._at, self.complete = len(FUNCTION) + MAX_NAME + 1, True
         elif end >= 0:
             self.name, self._at = name.strip(), end + 1
         return self.name is not None
@@ -91,48 +96,35 @@ class TaggedCall:
         value = self._text[end_of_key + 1 : end].removeprefix("\n").removesuffix("\n")
         self._at = end + len(END_OF_PARAMETER)
         if key not in self._keys:
-            written = json.dumps(self._value(key, value), ensure_ascii=False)
+            written = self._written(key, value)
             self._fresh += f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: {written}"
             self._keys.add(key)
         return True
 
-    def _value(self, key: str, text: str) -> Any:
-        parameters = self._schemas.get(self.name or "", {})
-        properties = parameters.get("properties")
-        kinds = set(_kinds_of(properties.get(key) if isinstance(properties, Mapping) else None, parameters))
-        if not kinds:
-            return text
-        word = text.strip()
-        try:
-            value = _WORDS[word.lower()] if word.lower() in _WORDS else json.loads(word, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            return text
-        kind = _KINDS[type(value)]
-        fits = kind in kinds or (kind == "integer" and "number" in kinds)
-        if kind == "null" or "string" not in kinds:
-            return value if fits else text
-        return text
+    def _written(self, key: str, text: str) -> str:
+        """A value as JSON: what its schema's types allow, else the text as a string."""
+        kinds = self._kinds.of(self.name or "", key)
+        if kinds:
+            try:
+                return well_formed(json.dumps(_value(text, kinds), ensure_ascii=False))
+            except (ValueError, RecursionError):
+                pass
+        return json.dumps(text, ensure_ascii=False)
 
 
-def _kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
-    """The JSON types that a schema speaks of."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return
-    kind = schema.get("type")
-    yield from [kind] if isinstance(kind, str) else [one for one in kind or () if isinstance(one, str)]
-    if kind is None:
-        values = schema.get("enum")
-        for value in [*(values if isinstance(values, list) else ()), *([schema["const"]] if "const" in schema else ())]:
-            yield _KINDS.get(type(value), "string")
-    for word in ("anyOf", "oneOf", "allOf"):
-        for inner in schema.get(word) or () if isinstance(schema.get(word), list) else ():
-            yield from _kinds_of(inner, root, depth + 1)
-    place = schema.get("$ref")
-    if isinstance(place, str) and place.startswith("#/"):
-        found: Any = root
-        for part in place[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        yield from _kinds_of(found, root, depth + 1)
+def _value(text: str, kinds: frozenset[str]) -> Any:
+    """Raises ValueError or RecursionError for what is no JSON, or none that could be written again."""
+    word = text.strip()
+    value: Any = _WORDS.get(word.lower(), _WORDS)
+    if value is _WORDS:
+        value = json.loads(word, parse_constant=_no_constant, parse_float=json_number)
+    kind = KINDS[type(value)]
+    if kind == "number" and "number" not in kinds and "integer" in kinds and value.is_integer():  # 5.0 is an integer
+        kind, value = "integer", int(value) if abs(value) < _EXACT else value
+    fits = kind in kinds or (kind == "integer" and "number" in kinds)
+    if kind == "null" or "string" not in kinds:
+        return value if fits else text
+    return text
 
 
 def _no_constant(name: str) -> float:

@@ -5,7 +5,7 @@ no tools is told of them in a system message, in the Hermes format, which most l
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ import msgspec
 
 from tandem.errors import RequestError
 from tandem.request import Constraint
-from tandem.serve.call_grammar import ARGS, CallGrammar, SpecialId
-from tandem.serve.calls import HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
+from tandem.serve.call_grammar import CallGrammar, SpecialId
+from tandem.serve.calls import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
 from tandem.serve.conversation import with_instruction
 from tandem.serve.parse import THINK_OPEN, AnswerParser, Reasoning
 from tandem.serve.schema import ChatRequest, FunctionTool, NamedToolChoice
 from tandem.serve.tagged_call import FUNCTION, MAX_NAME
+from tandem.serve.value_kinds import ValueKinds
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 << 10
@@ -36,7 +37,7 @@ class ToolUse:
     constraint     the answer's grammar.         constraint_param   the field it comes from, None: response_format.
     leaves_text    the grammar only governs calls: there is room for thoughts and text.
     forced         tools of which one must be called.
-    schemas        parameters of tools, where calls are written between tags.
+    kinds          of the parameters of tools, where calls are written between tags.
     """
 
     for_template: list[dict[str, Any]] | None = None
@@ -48,7 +49,7 @@ class ToolUse:
     constraint_param: str | None = None
     leaves_text: bool = False
     forced: tuple[str, ...] = ()
-    schemas: Mapping[str, Mapping[str, Any]] | None = None
+    kinds: ValueKinds | None = None
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation, with the instruction in its system message."""
@@ -79,7 +80,7 @@ class ToolUse:
                     governed=governed,
                     alone=alone,
                     forced=use.forced,
-                    schemas=use.schemas,
+                    kinds=use.kinds,
                 )
             if not thinks:
                 assert calls is not None
@@ -119,6 +120,8 @@ def tool_use(
     forced = _forced(choice, tools)
     form = format_of(template)
     plain = [{"type": "function", "function": _described(tool)} for tool in tools]
+    by_name = ARGS in (template or "")
+    _check_writable(tools, form, by_name)
     told_tools = None if form is not None else INSTRUCTION.format(tools=json.dumps(plain))
     use = ToolUse(
         for_template=plain if form is not None else None,
@@ -127,7 +130,7 @@ def tool_use(
         names=tuple(tool.name for tool in tools),
         single=body.parallel_tool_calls is False,
     )
-    return _governed(use, tools, forced, answer, special_id, by_name=ARGS in (template or ""))
+    return _governed(use, tools, forced, answer, special_id, by_name=by_name)
 
 
 def _governed(
@@ -145,7 +148,7 @@ def _governed(
                 param="tool_choice" if forced else "tools", code="unsupported_value",
                 hint="use tool_choice auto, tools without strict, and no response_format: its calls are understood.",
             )  # fmt: skip
-        return replace(use, schemas={tool.name: tool.parameters or {} for tool in tools})
+        return replace(use, kinds=ValueKinds({tool.name: tool.parameters or {} for tool in tools}))
     if forced:
         grammar = CallGrammar(use.form, forced, special_id, by_name=by_name).forced()
         names = tuple(tool.name for tool in forced)
@@ -192,6 +195,37 @@ def _checked(body: ChatRequest) -> list[FunctionTool]:
     if num_bytes > MAX_TOOLS_BYTES:
         raise RequestError(f"tools has {num_bytes} bytes; the limit is {MAX_TOOLS_BYTES}.", param="tools")
     return found
+
+
+def _check_writable(tools: Sequence[FunctionTool], form: CallFormat | None, by_name: bool) -> None:
+    """Raise RequestError for names that this model's way of writing calls has no room for.
+
+    Where calls are JSON, every name has room.
+    """
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}].function"
+        if form is MISTRAL and by_name:
+            name = tool.name
+            if name != name.strip() or name.startswith("[") or any(mark in name for mark in ("{", ARGS, CALL_ID)):
+                raise _unwritable(
+                    f"{where}.name", name, "NAME[ARGS]{…}", f"begins with [ or holds {{, {ARGS} or {CALL_ID}"
+                )
+        elif form is TAGGED:
+            names = [(f"{where}.name", tool.name, "<function=NAME>")]
+            properties = (tool.parameters or {}).get("properties")
+            for key in properties if isinstance(properties, dict) else ():
+                names.append((f"{where}.parameters.properties", key, "<parameter=NAME>"))
+            for place, name, way in names:
+                if name != name.strip() or ">" in name:
+                    raise _unwritable(place, name, way, "holds >")
+
+
+def _unwritable(place: str, name: str, way: str, what: str) -> RequestError:
+    return RequestError(
+        f"{place}: this model has no way to write {name!r:.80}. It writes {way}; a name that {what}, or begins or ends "
+        "with a space, would be read as another one.",
+        param="tools", hint="use letters, digits, _ and -, which every model can write.",
+    )  # fmt: skip
 
 
 def _forced(choice: object, tools: Sequence[FunctionTool]) -> list[FunctionTool]:
