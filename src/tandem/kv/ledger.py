@@ -10,7 +10,7 @@ A released block may still be named by a step in flight; it is *pending* until t
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem.kv.pool import Pool
@@ -24,6 +24,7 @@ class Table:
     cached   leading tokens whose K and V were there when it was opened.
     learned  leading blocks that the prefix cache was told of.
     epoch    which weights its K and V belong to; see Ledger.reset_prefix.
+    first_step  the first step that may name it; whoever opens it says so.
     """
 
     request: str
@@ -32,6 +33,7 @@ class Table:
     cached: int
     learned: int
     epoch: int
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,7 @@ class Ledger:
         """
         del self._tables[table.request]
         if forget:
-            for block in table.blocks[table.cached // self.block_size :]:
-                self.pool.forget(block)
+            self._forget(table, table.cached, {})
         if last_step <= self._settled_step:
             self.pool.drop(table.blocks)
         else:
@@ -174,6 +175,41 @@ class Ledger:
         self._settled_step = step
         for table in self._pending.pop(step, ()):
             self.pool.drop(table.blocks)
+
+    def spoil(self, failed: Iterable[tuple[str, int]], step: int, copies: Sequence[tuple[int, int]]) -> set[str]:
+        """A step, not settled yet, did not write what it should have: nobody finds it, nor what was computed on it.
+
+        failed  pairs (request, first position that is not there), of requests that the step named.
+        copies  pairs (from, to) of blocks, copied by later steps.
+        Returns whose open tables began, when they were opened, with what is not there.
+        """
+        tables = [*self._tables.values(), *(table for tables in self._pending.values() for table in tables)]
+        missing: dict[int, int] = {}  # block → first position in it that is not there
+        for request, position in failed:
+            named = [table for table in tables if table.request == request and table.first_step <= step]
+            self._forget(max(named, key=lambda table: table.first_step), position, missing)
+        spoiled: set[str] = set()
+        before: dict[int, int] = {}
+        while before != missing:  # who shares with whom shares is no better off
+            before = dict(missing)
+            for source, target in copies:
+                if source in missing:
+                    missing[target] = min(missing[source], missing.get(target, missing[source]))
+            for table in tables:
+                begun = table.blocks[: -(-table.cached // self.block_size)]
+                if any(missing.get(block, table.cached) < table.cached for block in begun):
+                    self._forget(table, table.cached, missing)
+                    if table is self._tables.get(table.request):
+                        spoiled.add(table.request)
+        return spoiled
+
+    def _forget(self, table: Table, position: int, missing: dict[int, int]) -> None:
+        """Nobody finds what was computed into the table; what is missing of it begins at the position."""
+        for index in range(table.cached // self.block_size, len(table.blocks)):
+            block, first = table.blocks[index], max(position, index * self.block_size)
+            self.pool.forget(block)
+            if first < (index + 1) * self.block_size:
+                missing[block] = min(first, missing.get(block, first))
 
     def reset_prefix(self) -> None:
         """Forget all cached content (the weights were swapped). Open tables go on, but teach the cache no more."""

@@ -14,7 +14,7 @@ class Flight(NamedTuple):
     """One step in flight.
 
     crew         whose the spans in lockstep are; each samples.    others  whose the spans behind them are.
-    num_decodes, num_prefill   decoding requests, and tokens of prompts.
+    num_decodes, num_prefill   decoding requests, and tokens of prompts.      copies  blocks, (from, to).
     """
 
     step: int
@@ -23,6 +23,7 @@ class Flight(NamedTuple):
     others: Sequence[Progress]
     num_decodes: int
     num_prefill: int
+    copies: Sequence[tuple[int, int]]
 
     @property
     def owners(self) -> list[Progress]:
@@ -71,4 +72,4 @@ class Draft:
         crew = self.crew
         spans = Spans(self.step, crew.requests, crew.rows, crew.offsets, self.blocks, self.spans)
         num_prefill = sum(span.length for span in self.spans[self.num_alone :])
-        return Flight(self.step, spans, crew, self.owners, self.num_decodes, num_prefill)
+        return Flight(self.step, spans, crew, self.owners, self.num_decodes, num_prefill, self.copies)

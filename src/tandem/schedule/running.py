@@ -114,6 +114,7 @@ class Running:
         self.call(progress)
         progress.tokens = progress.tokens or list(progress.request.prompt)
         progress.table = table
+        table.first_step = draft.step
         progress.new_blocks = table.blocks[:]
         progress.computed = table.cached
         if progress.cached < 0:
@@ -178,7 +179,15 @@ class Running:
     def preempt(self, progress: Progress) -> None:
         """Take row and blocks away; it waits again, with all that it knows, and will be computed anew."""
         assert not progress.owed, "a request that is owed a token was preempted"
-        self._give_back(progress, self.step, forget=False)
+        self._send_back(progress, forget=False)
+
+    def put_back(self, progress: Progress) -> None:
+        """Its blocks are not to be trusted: as if preempted. What it is owed must not be handed to it (undo.py)."""
+        self.num_ending -= progress.status is Status.ENDING
+        self._send_back(progress, forget=True)
+
+    def _send_back(self, progress: Progress, *, forget: bool) -> None:
+        self._give_back(progress, self.step, forget)
         progress.computed = 0
         progress.plain = False
         progress.prompt_step = -1

@@ -26,6 +26,7 @@ from tandem.schedule.prefill import plan_prefills
 from tandem.schedule.progress import Progress
 from tandem.schedule.running import Running
 from tandem.schedule.settle import settle
+from tandem.schedule.undo import undo
 from tandem.schedule.waiting import WaitingQueue
 
 POLICIES = ("fcfs", "priority")
@@ -192,6 +193,8 @@ class Scheduler:
         """Settle the oldest step in flight. One change a request that has news; ghosts have none."""
         flight = self._flights.popleft()
         assert flight.step == result.step, f"step {flight.step} was to come home, not {result.step}"
+        if result.failed:
+            undo(self._running, flight, self._flights, result.failed)
         self.ledger.settle(flight.step)
         if self._pace is not None:
             times = result.times
