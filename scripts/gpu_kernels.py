@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from tandem.kernels import launch
 from tandem.kernels import linear as choice
+from tandem.kernels.attention_form import decode_form, num_splits_for
 
 COMPILING = "--compile" in sys.argv
 DEVICE = torch.device("cpu" if COMPILING else "cuda")
@@ -176,8 +177,8 @@ def decode_cases(sweep: bool) -> None:
     shapes = [(32, 4352), (32, 1280), (256, 1280), (8, 512), (1, 512), (1, 32768)]
     for spans, length in shapes:
         sets = [Paged(spans, length) for _ in range(max(1, min(16, int(3e8 / (spans * length * 4096)))))]
-        auto = decode.num_splits_for(spans * 8, length, 64, 132)
-        variants = [(auto, 2, 3, 32 if spans >= 128 else 64)]
+        auto = num_splits_for(spans * 8, length, 64, 132)
+        variants = [(auto, 2, 3, 64)]
         if sweep:
             variants += [(max(auto // 2, 1), 2, 3, 64), (auto * 2, 2, 3, 64), (auto, 2, 3, 64), (auto, 2, 3, 32)]
         for splits, warps, stages, tile in dict.fromkeys(variants):
@@ -226,7 +227,7 @@ def ragged_cases(sweep: bool) -> None:
                       num_bytes)  # fmt: skip
     for spans, length in ((1, 512), (8, 512), (32, 1280)):
         sets = [Paged(spans, length, 16) for _ in range(max(1, min(16, int(3e8 / (spans * length * 4096)))))]
-        auto = decode.num_splits_for(spans * 8, length, 64, 132)
+        auto = num_splits_for(spans * 8, length, 64, 132)
         for splits in (auto, auto // 2):
             for stages, tile in ((3, 64), (2, 64), (1, 64), (4, 32), (2, 128), (1, 128)):
                 runs = [
@@ -478,7 +479,7 @@ def layer_cases(sweep: bool) -> None:
         for tokens, length in shapes + ([(32, 4352)] if sweep else []):
             caches = [Paged(tokens, length, heads, kv) for _ in range(layers if tokens <= 64 else 2)]
             scratch = decode.Scratch(DEVICE)
-            splits = decode.num_splits_for(tokens * kv, length, 64, 132)
+            form = decode_form(tokens, length, kv, 128, 2, 132)
             positions = ints(torch.full((tokens,), length - 1), torch.int64)
             slots = [ints(c.tables[:, -1].cpu() * 16 + 15, torch.int64) for c in caches]
             residual = rand(tokens, hidden)
@@ -501,7 +502,22 @@ def layer_cases(sweep: bool) -> None:
                     )
                 else:
                     decode.decode_attention(
-                        queries, c.keys, c.values, c.tables, c.lengths, c.out, scratch, c.scale, splits
+                        queries,
+                        c.keys,
+                        c.values,
+                        c.tables,
+                        c.lengths,
+                        c.out,
+                        scratch,
+                        c.scale,
+                        form.num_splits,
+                        None,
+                        None,
+                        form.num_warps,
+                        form.num_stages,
+                        form.tile,
+                        None,
+                        form.ahead,
                     )
                 x, total = add_rms_norm_triton(product(c.out.flatten(1), o_w), total, norm, 1e-6)
                 if kind == "library":

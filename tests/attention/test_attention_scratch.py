@@ -16,6 +16,7 @@ from tandem.runner import startup
 pytest.importorskip("triton")
 from tandem.attention import triton as backend_module
 from tandem.kernels import attention_decode, attention_invariant
+from tandem.kernels.attention_form import graph_bound
 
 META = torch.device("meta")
 SHAPE = AttentionShape(32, 8, 128, 128**-0.5)  # Llama 3.1 8B
@@ -25,7 +26,6 @@ SHAPE = AttentionShape(32, 8, 128, 128**-0.5)  # Llama 3.1 8B
 def no_launches(monkeypatch):
     """Everything up to the launches, for a device of 132 multiprocessors."""
     monkeypatch.setattr(backend_module, "num_multiprocessors", lambda _: 132)
-    monkeypatch.setattr(backend_module, "reads_ahead", lambda _: False)
     for module in (attention_decode, attention_invariant):
         monkeypatch.setattr(module, "start", lambda *_, **__: None)
         monkeypatch.setattr(module, "options", lambda *_, **__: {})
@@ -41,21 +41,25 @@ def decode(backend, count, max_length, is_uneven=False):
 
 
 def lengths(most):
-    """Exact, of steps with prompts, and rounded up to a power of two, of graphs."""
-    return st.integers(1, most).flatmap(lambda n: st.sampled_from([n, 1 << (n - 1).bit_length()]))
+    """Exact, of steps with prompts, and the bound of graphs."""
+    return st.integers(1, most).flatmap(lambda n: st.sampled_from([n, graph_bound(n)]))
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    deterministic=st.booleans(), num_rows=st.integers(1, 256), max_length=st.sampled_from([1, 700, 8192, 131072]),
-    data=st.data(),
+    deterministic=st.booleans(), num_rows=st.integers(1, 256),
+    max_length=st.sampled_from([1, 17, 100, 700, 8192, 131072]), data=st.data(),
 )  # fmt: skip
 def test_what_was_reserved_at_start_is_enough_and_bounded(deterministic, num_rows, max_length, data):
     backend = TritonAttention(META, deterministic)
     held = backend.reserve(num_rows, max_length, SHAPE, 2)
     assert held == backend.scratch.num_bytes < 80 << 20
     steps = st.tuples(st.integers(1, num_rows), lengths(max_length), st.booleans())
-    for count, longest, is_uneven in [(num_rows, max_length, True), *data.draw(st.lists(steps, max_size=12))]:
+    for count, longest, is_uneven in [
+        (num_rows, max_length, True),
+        (num_rows, graph_bound(max_length), False),
+        *data.draw(st.lists(steps, max_size=12)),
+    ]:
         decode(backend, count, longest, is_uneven)
     assert backend.scratch.num_bytes == held and not backend.scratch.retired
 

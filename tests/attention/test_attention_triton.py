@@ -8,6 +8,7 @@ from sm90 import ptx_of
 
 from tandem.attention.contract import AttentionShape, Batch
 from tandem.attention.triton import TritonAttention
+from tandem.kernels.attention_form import DecodeForm
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +92,7 @@ def test_mixed_batch(shape, deterministic):
 def test_splits_of_a_decode(splits, monkeypatch):
     sent = case((4, 2, 64, 16, None, None), [(1, 90), (1, 1), (1, 64)])
     backend = TritonAttention(torch.device(DEVICE))
-    monkeypatch.setattr(backend, "num_splits", lambda *_: splits)
+    monkeypatch.setattr(backend, "decode_form", lambda *_: DecodeForm(splits, 16))
     for _ in range(2):  # the tickets of the first launch must be back at zero
         assert_near(backend.attend(*sent), slow(*sent))
     assert not backend.scratch.tickets.any()
@@ -115,7 +116,7 @@ def test_spans_that_scratch_cannot_hold_at_once_are_attended_in_turns(monkeypatc
 def test_the_order_of_spans_changes_no_result(monkeypatch):
     sent = case((4, 2, 64, 16, None, None), [(1, 20), (1, 90), (1, 1), (1, 64)])
     backend = TritonAttention(torch.device(DEVICE))
-    monkeypatch.setattr(backend, "num_splits", lambda *_: 1)
+    monkeypatch.setattr(backend, "decode_form", lambda *_: DecodeForm(1, 16, by_length=True))
     as_they_come = backend.attend(*sent)
     sent[3].order_S = torch.tensor([1, 3, 0, 2], device=DEVICE)
     assert torch.equal(backend.attend(*sent), as_they_come)
@@ -132,7 +133,7 @@ def test_ordered_splits_are_shares_of_the_longest_span(splits, window, monkeypat
     sent[3].order_S = torch.tensor([1, 3, 4, 0, 2], device=DEVICE)
     sent[3].is_uneven = True
     backend = TritonAttention(torch.device(DEVICE))
-    monkeypatch.setattr(backend, "num_splits", lambda *asked: splits if len(asked) == 4 else 1)
+    monkeypatch.setattr(backend, "decode_form", lambda *_: DecodeForm(splits, 16, by_length=True))
     real, orders = attention_decode.decode_attention, []
     monkeypatch.setattr(
         attention_decode, "decode_attention", lambda *a, **k: orders.append(k["order_S"]) or real(*a, **k)
@@ -227,51 +228,18 @@ def test_the_library_is_asked_where_it_was_faster():
     assert not library.is_worth_it(0, 100, torch.bfloat16, 128)
 
 
-def test_num_splits_follow_batch_and_length():
-    backend = TritonAttention(torch.device("cpu"))
-    keys = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16)
-    assert backend.num_splits(256, 4096, keys) == 1
-    assert backend.num_splits(32, 4352, keys) == 2
-    assert backend.num_splits(1, 512, keys) == 8
-    assert backend.num_splits(1, 100_000, keys) == 64
-    assert backend.num_splits(1, 20, keys) == 1
-    assert [backend.num_splits(n, 2048, keys, True) for n in (256, 128, 64, 32, 8, 1)] == [1, 1, 2, 4, 8, 32]
-
-
-def test_programs_that_are_alike_have_one_warp_where_that_fills_their_last_wave():
-    from tandem.kernels.attention_decode import num_warps_for
-
-    chosen = {spans: num_warps_for(8 * spans, 132, 128, 2) for spans in (64, 80, 96, 112, 128, 160, 192, 224, 256)}
-    assert [spans for spans, warps in chosen.items() if warps == 1] == [96, 192]
-    assert num_warps_for(768, 132, 64, 2) == num_warps_for(768, 132, 128, 4) == 2
-    backend, keys = TritonAttention(torch.device(DEVICE)), torch.empty(3, 16, 2, 128, dtype=torch.bfloat16)
-    assert backend._form(96 * 4, 1, keys, False) == {"num_warps": 1}
-    assert backend._form(96 * 4, 1, keys, True) == backend._form(96 * 4, 2, keys, False) == {}
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("splits", [1, 2, 4])
-def test_a_tile_read_ahead_holds_the_steps_own_token(shape, splits, monkeypatch):
+@pytest.mark.parametrize(("splits", "num_warps"), [(1, 2), (2, 1), (4, 2)])
+def test_a_tile_read_ahead_holds_the_steps_own_token(shape, splits, num_warps, monkeypatch):
     sent = case(shape, [(1, 90), (1, 1)] if splits == 4 else [(1, 64), (1, 65)])
     backend = TritonAttention(torch.device(DEVICE))
-    monkeypatch.setattr(backend, "num_splits", lambda _, length, *__: 64 if length > 100 else splits)
+    monkeypatch.setattr(backend, "decode_form", lambda *_: DecodeForm(splits, 16, num_warps, ahead=True))
     want = slow(*sent)
     for _ in range(2):
         assert_near(backend.attend(*sent), want)
     sent[3].lengths_S[1] = 0  # padding, whatever its table names
     got = backend.attend(*sent)
     assert not got[1].any() and torch.equal(got[0], backend.attend(*sent)[0])
-
-
-def test_the_cache_is_read_ahead_where_that_was_faster():
-    backend, keys = TritonAttention(torch.device("cpu")), torch.empty(1, 16, 8, 128, dtype=torch.bfloat16)
-
-    def form(num, length):
-        return backend._form(num, backend.num_splits(num, length, keys), keys, False)
-
-    assert [num for num in (1, 4, 5, 8, 15, 16, 32, 33, 256) if form(num, 9000).get("ahead")] == [1, 4, 16, 32]
-    one_tile = [(num, length) for num in (1, 2, 4, 16) for length in (512, 2048) if "num_stages" in form(num, length)]
-    assert one_tile == [(1, 512), (1, 2048), (2, 512), (4, 512)]
 
 
 AHEAD = """

@@ -1,12 +1,11 @@
 """Attention by tandem's own Triton kernels. It knows the contract and which kernel takes which spans."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tandem.attention.contract import AttentionShape, Batch
-from tandem.kernels.launch import num_multiprocessors, reads_ahead
+from tandem.kernels.attention_form import DecodeForm, decode_form, graph_bound
+from tandem.kernels.launch import num_multiprocessors
 
 
 class TritonAttention:
@@ -35,22 +34,22 @@ class TritonAttention:
     def reserve(self, num_spans: int, max_length: int, shape: AttentionShape, item_bytes: int) -> int:
         """Take scratch memory for any decode of so many spans, before the cache is sized. Returns the bytes held.
 
-        item_bytes: of the cache's dtype. No later step takes more, and none of it is given back.
+        max_length: of a request, in tokens; graphs are captured for no less than SHORTEST_BOUND. item_bytes: of the
+        cache's dtype. No later step takes more, and none of it is given back.
         """
-        from tandem.kernels.attention_decode import num_splits_for, tile_size
         from tandem.kernels.attention_invariant import most_chunks, spans_at_once
 
         num_kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
-        bound = 1 << (max(max_length, 1) - 1).bit_length()  # a graph's
-        tile, num_processors = tile_size(shape.head_dim, item_bytes), num_multiprocessors(self.device)
+        bound = graph_bound(max_length)
         if self.deterministic:
             largest = max(
                 min(spans_at_once(num_chunks, shape.num_heads, shape.head_dim), num_spans) * num_chunks
                 for num_chunks in range(1, most_chunks(bound) + 1)
             )
         else:
+            cache = num_kv_heads, shape.head_dim, item_bytes, num_multiprocessors(self.device)
             largest = max(
-                count * num_splits_for(count * num_kv_heads, bound, tile, num_processors, is_uneven)
+                count * decode_form(count, bound, *cache, is_uneven).num_splits
                 for count in range(1, num_spans + 1)
                 for is_uneven in (False, True)
             )
@@ -70,14 +69,13 @@ class TritonAttention:
             self._prefill(queries_THD, keys_NPKD, values_NPKD, batch, shape, out_THD)
         return out_THD
 
-    def num_splits(self, num_decodes: int, max_length: int, keys_NPKD: Tensor, is_uneven: bool = False) -> int:
-        """How many programs share a (span, KV head); part of the key of a captured graph."""
-        from tandem.kernels.attention_decode import num_splits_for, tile_size
-
-        num_kv_heads, head_dim = keys_NPKD.shape[2:]
-        return num_splits_for(
-            num_decodes * num_kv_heads, max_length, tile_size(head_dim, keys_NPKD.element_size()),
-            num_multiprocessors(self.device), is_uneven,
+    def decode_form(
+        self, num_decodes: int, max_length: int, keys_NPKD: Tensor, is_uneven: bool = False
+    ) -> DecodeForm:  # fmt: skip
+        """How a decode step is launched; part of the key of a captured graph."""
+        return decode_form(
+            num_decodes, max_length, *keys_NPKD.shape[2:], keys_NPKD.element_size(), num_multiprocessors(self.device),
+            is_uneven,
         )  # fmt: skip
 
     def _decode(
@@ -96,27 +94,12 @@ class TritonAttention:
             )  # fmt: skip
             return
         longest = min(batch.max_length, shape.window or batch.max_length)
-        usual = self.num_splits(num, longest, keys_NPKD)
-        splits = self.num_splits(num, longest, keys_NPKD, True) if batch.is_uneven else usual
-        # Looking up the longest span takes half a microsecond, which few spans do not earn back.
-        order_S = batch.order_S if splits == 1 or splits > usual else None
+        form = self.decode_form(num, longest, keys_NPKD, batch.is_uneven)
         decode_attention(
-            queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale, splits,
-            shape.window, shape.softcap, order_S=order_S, **self._form(num, splits, keys_NPKD, batch.is_uneven),
+            queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale,
+            form.num_splits, shape.window, shape.softcap, form.num_warps, form.num_stages, form.tile,
+            order_S=batch.order_S if form.by_length else None, ahead=form.ahead,
         )  # fmt: skip
-
-    def _form(self, num_decodes: int, num_splits: int, keys_NPKD: Tensor, is_uneven: bool) -> dict[str, Any]:
-        """Whether the first tile is read ahead, and the form of programs that have no other or are all alike."""
-        from tandem.kernels.attention_decode import num_warps_for
-
-        if reads_ahead(num_decodes):
-            has_one_tile = num_decodes <= 4 and num_splits < self.num_splits(num_decodes, 1 << 30, keys_NPKD)
-            return {"ahead": True, **({"num_warps": 4, "num_stages": 1} if has_one_tile else {})}
-        if is_uneven or num_splits > 1:
-            return {}
-        num_kv_heads, head_dim = keys_NPKD.shape[2:]
-        num_programs, item_bytes = num_decodes * num_kv_heads, keys_NPKD.element_size()
-        return {"num_warps": num_warps_for(num_programs, num_multiprocessors(self.device), head_dim, item_bytes)}
 
     def _prefill(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,

@@ -12,13 +12,12 @@ a launch can be captured and replayed.
 # mypy: ignore-errors
 # (Triton's decorator and builtins carry no types.)
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.kernels.attention_form import tile_size
 from tandem.kernels.attention_scratch import Scratch as Scratch
 from tandem.kernels.launch import interpreted, next_power_of_2, options, start
 
@@ -271,37 +270,6 @@ def _decode_kernel(
         )  # fmt: skip
     else:
         _write(acc, total, out_ptr, row_mask, ROWS, D, WIDTH)
-
-
-def tile_size(head_dim: int, item_bytes: int) -> int:
-    """Tokens a tile: about 16 KiB of keys, so that three stages of keys and values fit twice into shared memory."""
-    return min(max(16384 // (next_power_of_2(head_dim) * item_bytes), 32), 128)
-
-
-def num_splits_for(
-    num_groups: int, max_length: int, tile: int, num_multiprocessors: int, is_uneven: bool = False
-) -> int:
-    """How many programs share one (span, KV head): enough for about four a multiprocessor, each two tiles or more.
-
-    is_uneven: twice as many from one program to four a multiprocessor, where the longest spans would end alone.
-    """
-    wanted = next_power_of_2(max(4 * num_multiprocessors // max(num_groups, 1), 1) + 1) // 2
-    if is_uneven and num_multiprocessors <= num_groups <= 4 * num_multiprocessors:
-        wanted *= 2
-    return max(1, min(wanted, next_power_of_2(triton.cdiv(max_length, tile)), 64))
-
-
-def num_warps_for(num_programs: int, num_multiprocessors: int, head_dim: int, item_bytes: int) -> int:
-    """Warps of programs that all have as much to do: two, or one where its last wave is much fuller.
-
-    Of a head of 128 in 16 bits on capability 9.0 five programs of two warps fit on a multiprocessor, six of one, by
-    their shared memory; 96 spans of 8 KV heads are 1.16 waves of the first and 0.97 of the second (143 and 121 µs).
-    """
-    if head_dim != 128 or item_bytes != 2:
-        return 2
-    waves = [num_programs / (fit * num_multiprocessors) for fit in (5, 6)]
-    two, one = (count / max(math.ceil(count), 1) for count in waves)
-    return 1 if one > two + 0.15 else 2
 
 
 def decode_attention(

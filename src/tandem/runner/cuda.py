@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tandem.attention.contract import AttentionBackend, KVCache
 from tandem.config import Resolved
+from tandem.kernels.attention_form import graph_bound
 from tandem.kernels.step import advance, finish, spread
 from tandem.plan import StepPlan, StepResult
 from tandem.runner.batch import Packed, Packer
@@ -35,7 +36,6 @@ from tandem.runner.streams import Streams
 
 log = logging.getLogger("tandem.runner")
 
-SHORTEST_BOUND = 256
 OUT_OF_MEMORY = "the device ran out of memory in a step; this request was the newest in it."
 
 
@@ -76,7 +76,7 @@ class CudaRunner:
         self._num_submitted = self._num_collected = self._num_failed = 0
         self._num_lanes_run = self._num_lanes_padded = 0
         self._path, self._is_uneven, self._windows = GREEDY, False, _windows(model.spec)
-        self._known_splits: dict[tuple[int, int, bool], tuple[int, ...]] = {}
+        self._known_forms: dict[tuple[int, int, bool], tuple[Any, ...]] = {}
 
     @classmethod
     def create(
@@ -194,9 +194,9 @@ class CudaRunner:
 
     def _decode_step(self, packed: Packed) -> Drawn:
         size, num_spans = self._size_of(packed), packed.num_spans
-        bound = max(SHORTEST_BOUND, 1 << (packed.max_length - 1).bit_length())
-        splits = self._splits(size, bound, self._is_uneven)
-        key = GraphKey(size, self._path, splits, self._is_uneven and splits != self._splits(size, bound))
+        bound = graph_bound(packed.max_length)
+        forms = self._forms(size, bound, self._is_uneven)
+        key = GraphKey(size, self._path, forms, self._is_uneven and forms != self._forms(size, bound))
         if self._uses_graphs:
             self._num_lanes_run += size
             self._num_lanes_padded += size - num_spans
@@ -253,16 +253,16 @@ class CudaRunner:
         if drawn.tokens_R is not None:
             finish(drawn.tokens_R, hidden_RE, rows_R, self._rows.last_R, self._home_DR, self._turn_1)
 
-    def _splits(self, size: int, bound: int, uneven: bool = False) -> tuple[int, ...]:
-        """What the attention backend bakes into a graph: its splits, or else the bound itself."""
-        found = self._known_splits.get((size, bound, uneven))
+    def _forms(self, size: int, bound: int, uneven: bool = False) -> tuple[Any, ...]:
+        """What the attention backend bakes into a graph: the form of its launches, or else the bound itself."""
+        found = self._known_forms.get((size, bound, uneven))
         if found is None:
             found = (bound,)
-            num_splits = getattr(self._backend, "num_splits", None)
-            if num_splits is not None and not getattr(self._backend, "deterministic", False):
+            form = getattr(self._backend, "decode_form", None)
+            if form is not None and not getattr(self._backend, "deterministic", False):
                 keys_NPKD = self._cache.keys[0]
-                found = tuple(num_splits(size, min(bound, w or bound), keys_NPKD, uneven) for w in self._windows)
-            self._known_splits[size, bound, uneven] = found
+                found = tuple(form(size, min(bound, w or bound), keys_NPKD, uneven) for w in self._windows)
+            self._known_forms[size, bound, uneven] = found
         return found
 
     def _without_newest(self, packed: Packed, slot: Slot) -> Packed:
@@ -301,8 +301,8 @@ class CudaRunner:
 
     def _keys(self, paths: Sequence[str], sizes: Sequence[int]) -> list[tuple[GraphKey, int]]:
         """Decode steps of up to 1,024 positions, the largest first."""
-        bound = min(1024, max(SHORTEST_BOUND, 1 << (self.facts.max_length - 1).bit_length()))
-        return [(GraphKey(size, path, self._splits(size, bound)), bound) for path in paths for size in reversed(sizes)]
+        bound = min(1024, graph_bound(self.facts.max_length))
+        return [(GraphKey(size, path, self._forms(size, bound)), bound) for path in paths for size in reversed(sizes)]
 
     def list_decodes(self, paths: Sequence[str]) -> None:
         """Ask for the kernels of decode steps of all sizes, in whatever way kernels are compiled just now."""

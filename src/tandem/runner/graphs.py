@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,14 +94,14 @@ def span_batch(packed: Packed, sent: Mapping[str, Tensor], block_size: int) -> B
 
 
 class GraphKey(NamedTuple):
-    """All that a graph bakes in: spans, how they sample, the attention's splits, and whether they are for uneven spans.
+    """All that a graph bakes in: spans, how they sample, how attention is launched, and whether for uneven spans.
 
     is_uneven is False where that makes no difference.
     """
 
     bucket: int
     path: str
-    splits: tuple[int, ...]
+    forms: tuple[Any, ...]
     is_uneven: bool = False
 
 
