@@ -17,7 +17,7 @@ from serve_drive import Served, serving
 from tandem.errors import RequestError
 from tandem.serve import nesting
 from tandem.serve.conversation import _all_checked
-from tandem.serve.failure import decode
+from tandem.serve.decoded import decode
 from tandem.serve.nesting import build_of, check_build, check_inner
 from tandem.serve.schema import ChatRequest, CompletionRequest, FunctionTool, Generation, ResponsesRequest
 
@@ -256,11 +256,11 @@ def slow() -> Any:
 def test_nobody_holds_a_body_while_it_is_answered(slow: Served, path: str, stream: bool) -> None:
     """Decoded it takes many times its bytes, and its bytes are counted no more."""
     said = '[{"role":"user","content":"a","mark of a body":1}]'
-    tool = '{"type":"function","name":"f","function":{"name":"f","parameters":{"mark of a body":1}}}'
+    function = '"name":"f","parameters":{"mark of a body":1}'
     fields = {
-        CHAT: f'"messages":{said},"max_tokens":180,"tools":[{tool}]',
+        CHAT: f'"messages":{said},"max_tokens":180,"tools":[{{"type":"function","function":{{{function}}}}}]',
         COMPLETIONS: '"prompt":"a","max_tokens":180,"guided_json":{"type":"string","minLength":300,"mark of a body":1}',
-        RESPONSES: f'"input":{said},"max_output_tokens":180,"tools":[{tool}]',
+        RESPONSES: f'"input":{said},"max_output_tokens":180,"tools":[{{"type":"function",{function}}}]',
     }
 
     def held() -> list[Any]:

@@ -24,8 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import RequestError
 from tandem.line import LineOfKinds
+from tandem.serve.decoded import decode
 from tandem.serve.events import ClientGoneError, unless_gone
-from tandem.serve.failure import HttpError, decode
+from tandem.serve.failure import HttpError
 from tandem.serve.guard import client_of
 from tandem.serve.nesting import is_quick
 from tandem.serve.share import over_share

@@ -35,6 +35,7 @@ class ErrorBody(Struct):
     error: ErrorDetail
 
 
+ANSWERED = ("ErrorBody", "ErrorDetail")
 POSTS: dict[str, tuple[type[Struct], str, bool]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation", True),
     "/v1/completions": (CompletionRequest, "Continue prompts", True),
@@ -78,8 +79,9 @@ def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     kinds = [kind for kind, _, _ in POSTS.values()]
     _, components = msgspec.json.schema_components([*kinds, ErrorBody], ref_template="#/components/schemas/{name}")
-    for kind in kinds:
-        components[kind.__name__]["additionalProperties"] = False
+    for component_name, component in components.items():
+        if component_name not in ANSWERED:
+            component["additionalProperties"] = False
     paths: dict[str, Any] = {}
     for path, (kind, text, streams) in POSTS.items():
         body = {"required": True, "content": {"application/json": {"schema": _reference(kind.__name__)}}}

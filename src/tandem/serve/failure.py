@@ -9,20 +9,15 @@ import logging
 import re
 import traceback
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 from tandem.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError, TandemError
-from tandem.serve.nesting import MAX_DEPTH, SMALL_BYTES, check_build, depth_of, too_deep
-from tandem.serve.refusals import NEUTRAL
-from tandem.serve.schema import MISPLACED
 
 log = logging.getLogger("tandem.serve")
 
-Body = TypeVar("Body")
 MAX_FRAMES, MAX_CHAIN = 40, 5
 # Fields whose name stands in the errors about them.
 NUMBERS = ("max_tokens", "logprobs")
@@ -123,59 +118,3 @@ def trace_of(error: BaseException) -> str:
         parts.append(f"Traceback (most recent call last):\n{places}{type(now).__qualname__}{reason}")
         now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
     return "\n\nwhich led to\n\n".join(reversed(parts))
-
-
-def decode(raw: bytes, kind: type[Body]) -> Body:
-    """Decode one body of at most MAX_DEPTH levels; null at the top level of an object counts as not given. Fields
-    that are unknown, or another endpoint's, are refused: whoever sends them counts on them.
-
-    A large body is looked at before: one that would make too many objects is refused. See nesting.py.
-    """
-    if len(raw) > SMALL_BYTES:
-        check_build(raw)
-    try:
-        strict: Any = _strict(kind)  # type: ignore[arg-type]
-        body: Body = msgspec.json.decode(raw, type=strict)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        body = _leniently_decoded(raw, kind)
-    if len(raw) <= SMALL_BYTES and depth_of(raw) > MAX_DEPTH:
-        raise too_deep()
-    return body
-
-
-@cache
-def _strict(kind: Any) -> Any:
-    """The same structure, which takes no field that it does not have, be it null."""
-    return msgspec.defstruct(kind.__name__, (), bases=(kind,), kw_only=True, forbid_unknown_fields=True)
-
-
-def _leniently_decoded(raw: bytes, kind: type[Body]) -> Body:
-    """What is not as it should be: unknown fields that ask for nothing are passed over, all else is refused."""
-    try:
-        body = msgspec.json.decode(raw, type=kind)
-        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError as error:
-        path = re.search(r"`\$\.?([^`]*)`$", str(error))
-        param = re.split(r"[.\[]", path.group(1))[0] if path and path.group(1) else None
-        missing = re.search(r"missing required field `(\w+)`", str(error)) if param is None else None
-        raise RequestError(
-            f"the body is not as it should be: {error}.",
-            param=missing.group(1) if missing else param,
-            code="invalid_type",
-        ) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        if isinstance(error, RecursionError):
-            raise too_deep() from None
-        raise RequestError(f"the body is no valid JSON: {error}.", code="invalid_json") from None
-    known = frozenset(kind.__struct_fields__)  # type: ignore[attr-defined]
-    for name, value in given.items():
-        if name not in known and bytes(value) not in (b"null", *NEUTRAL.get(name, ())):
-            is_misplaced = name in MISPLACED.get(kind, ())
-            if depth_of(raw) > MAX_DEPTH:
-                raise too_deep()
-            hint = "it belongs to another one of /v1/chat/completions, /v1/completions and /v1/responses."
-            raise RequestError(
-                f"{name!r:.80} is no field of this endpoint.", param=name[:80], code="unsupported_value",
-                hint=hint if is_misplaced else "leave it out; /openapi.json lists the fields.",
-            )  # fmt: skip
-    return body

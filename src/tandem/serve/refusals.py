@@ -5,6 +5,7 @@ clients which send it by default are served. Every other value is refused by nam
 """
 
 from collections.abc import Mapping, Sized
+from keyword import iskeyword
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
@@ -65,6 +66,13 @@ RESPONSES = {
     "previous_response_id": Refusal("nothing is stored here; send the whole conversation as input."),
     "conversation": Refusal("nothing is stored here; send the whole conversation as input."),
     "background": Refusal("answers are not computed in the background.", (False,)),
+    "background_options": Refusal(
+        "answers are not computed in the background.", ({}, {"completion_window": "soonest"})
+    ),
+    "access_programs": Refusal("there are no such programs here.", ({}, {"cyber": "standard"})),
+    "image": Refusal(
+        "there are no images here.", ({}, {"context_compression": "auto"}, {"context_compression": "disabled"})
+    ),
     "prompt": Refusal("there are no stored prompts here."),
     "max_tool_calls": Refusal("there are no built-in tools whose calls could be counted."),
     "context_management": Refusal("input is never compacted here.", ([],)),
@@ -97,6 +105,7 @@ RESPONSES_TOOL = {
     "allowed_callers": Refusal("only the model itself calls tools.", (["direct"], [])),
     "defer_loading": Refusal("there is no tool search.", (False,)),
     "output_schema": Refusal("outputs of tools are passed on as they come."),
+    "async": Refusal("a conversation goes on when all its calls are answered.", (False,)),
 }
 
 
@@ -106,7 +115,7 @@ def refuse(body: Any, table: Mapping[str, Refusal], *, param: str | None = None,
     param, path   the field and the path to be named where body is only a part of a request.
     """
     for name, refusal in table.items():
-        value = getattr(body, name)
+        value = getattr(body, f"{name}_" if iskeyword(name) else name)
         if value is not None and not any(value == one and type(value) is type(one) for one in refusal.neutral):
             allowed = "".join(f", {one!r}" for one in refusal.neutral)
             raise RequestError(

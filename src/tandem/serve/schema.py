@@ -1,13 +1,13 @@
 """The bodies that clients send, as typed structures. It knows their shapes; it does not know what is honoured.
 
-Decoding is strict: a wrong type is refused with the path to it, an unknown field of a body is refused by name (as the
-OpenAI API does: whoever sends it counts on it), and null means "not given". Field names and meanings: OpenAI API
-reference; those marked "extension" are tandem's, with the names the field uses.
+Decoding is strict: a wrong type is refused with the path to it, an unknown field of a body or of a part is refused by
+name (as the OpenAI API does: whoever sends it counts on it), and null means "not given". Field names and meanings:
+OpenAI API reference; those marked "extension" are tandem's, with the names the field uses.
 """
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 Json = dict[str, Any]
 
@@ -44,7 +44,7 @@ class ResponseFormat(Struct):
     schema: Any = None
 
 
-class StructuredOutputs(Struct, forbid_unknown_fields=True):
+class StructuredOutputs(Struct):
     """vLLM's way to ask for a grammar: one of the first five."""
 
     json: Json | str | None = None
@@ -208,6 +208,7 @@ class ResponsesTool(Struct):
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
     output_schema: Any = None
+    async_: bool | None = field(default=None, name="async")
 
 
 class ResponsesNamedTool(Struct):
@@ -259,6 +260,9 @@ class ResponsesRequest(Struct, kw_only=True):
     background: bool | None = None
     prompt: Any = None
     max_tool_calls: int | None = None
+    background_options: Json | None = None
+    access_programs: Json | None = None
+    image: Json | None = None
     # extensions
     seed: int | None = None
     top_k: int | None = None
@@ -270,6 +274,8 @@ class ResponsesRequest(Struct, kw_only=True):
     timeout_s: float | None = None
 
 
+# What is refused whole if its type is not "function", so that its other parts need not be known.
+OF_A_TYPE = (Tool, NamedToolChoice, ResponsesTool, ResponsesNamedTool)
 # What each generating endpoint would not understand, though others do: refused rather than ignored as the unknown is.
 _GENERATING = (ChatRequest, CompletionRequest, ResponsesRequest)
 _KNOWN = frozenset(name for kind in _GENERATING for name in kind.__struct_fields__)
