@@ -73,10 +73,9 @@ class TritonAttention:
         self, num_decodes: int, max_length: int, keys_NPKD: Tensor, is_uneven: bool = False
     ) -> DecodeForm:  # fmt: skip
         """How a decode step is launched; part of the key of a captured graph."""
-        return decode_form(
-            num_decodes, max_length, *keys_NPKD.shape[2:], keys_NPKD.element_size(), num_multiprocessors(self.device),
-            is_uneven,
-        )  # fmt: skip
+        (num_kv_heads, head_dim), item_bytes = keys_NPKD.shape[2:], keys_NPKD.element_size()
+        num_processors = num_multiprocessors(self.device)
+        return decode_form(num_decodes, max_length, num_kv_heads, head_dim, item_bytes, num_processors, is_uneven)
 
     def _decode(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
