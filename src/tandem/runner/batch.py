@@ -119,13 +119,17 @@ class Packer:
         return packed
 
     def without(self, packed: Packed, request: str, why: str) -> Packed:
-        """The same step, already packed and the last one, without one of its requests, which fails."""
+        """The same step, already packed and the last one, without one of its requests, which fails.
+
+        The tables' new entries stay: they are the others' as well, and do no harm to who is gone.
+        """
         assert packed is self._last
         kept = [index for index in range(len(packed.plan.spans) + len(packed.dropped)) if index not in packed.dropped]
         place = next(i for i, span in enumerate(packed.plan.spans) if span.request == request)
         spans = [span for i, span in enumerate(packed.plan.spans) if i != place]
         masks = [(row, mask) for row, mask in packed.plan.masks if row != packed.plan.spans[place].row]
-        fewer = self._pack_layout(replace(packed.plan, spans=spans, masks=masks, steady=False), (), ())
+        plan = replace(packed.plan, spans=spans, masks=masks, steady=False)
+        fewer = self._pack_layout(plan, packed.places_C, packed.blocks_C)
         fewer.decode = False
         fewer.failed = {**packed.failed, request: why}
         fewer.dropped = {**packed.dropped, kept[place]: packed.plan.spans[place]}

@@ -98,8 +98,7 @@ class CudaRunner:
         slot.take(self._times.begin(idle=self._num_submitted == self._num_collected))
         packed = slot.packed = self._packer.pack(plan)
         with self._streams.on("compute"):
-            self._admit(packed)
-            sent = self._bring(packed, slot)
+            sent = self._bring(self._admit(packed, slot), slot)
             slot.drawn = self._compute(slot.packed, slot, sent)
             self._streams.record(slot.moments.computed, "compute")
             slot.fetch(slot.packed.num_samples, slot.drawn)
@@ -119,18 +118,18 @@ class CudaRunner:
         self._num_collected += 1
         return result
 
-    def _admit(self, packed: Packed) -> None:
-        """Departures and arrivals, as far as sampling goes; what they copy is ordered on the compute stream."""
+    def _admit(self, packed: Packed, slot: Slot) -> Packed:
+        """Departures and arrivals, as far as sampling goes; who is lost computes nothing, in later steps either."""
         self._sampling.depart(packed.plan.departures)
         for arrival in packed.plan.arrivals:
-            try:
-                self._sampling.arrive(arrival)
-            except torch.OutOfMemoryError:
-                packed.failed[arrival.request] = OUT_OF_MEMORY
+            self._sampling.arrive(arrival)
+        if self._sampling.lost:
+            for span in [span for span in packed.plan.spans if span.row in self._sampling.lost]:
+                packed = self._without(span.request, packed, slot)
+        return packed
 
     def _bring(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
         """Send what is new and change rows, cache and lanes. Without memory the newest request fails, as in compute."""
-        places_C, blocks_C = packed.places_C, packed.blocks_C
         while True:
             try:
                 sent = self._send(packed, slot)
@@ -145,7 +144,6 @@ class CudaRunner:
                 if not packed.num_spans:  # nobody is left whose blocks or copies these would be
                     self._streams.record(slot.moments.began, "compute")
                     return {}
-                packed.places_C, packed.blocks_C = places_C, blocks_C
 
     def _send(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
         """Send what the host knows and the device does not: nothing in most decode steps, else mostly a few blocks."""
@@ -269,9 +267,12 @@ class CudaRunner:
         if not packed.num_spans:
             raise torch.OutOfMemoryError("the device has no memory even for an empty step")
         newest = max(packed.plan.spans, key=lambda span: self._packer.rows[span.row].turn)
+        return self._without(newest.request, packed, slot)
+
+    def _without(self, request: str, packed: Packed, slot: Slot) -> Packed:
         self._num_failed += 1
-        log.warning("out of device memory: %s ends", newest.request)
-        fewer = slot.packed = self._packer.without(packed, newest.request, OUT_OF_MEMORY)
+        log.warning("out of device memory: %s ends", request)
+        fewer = slot.packed = self._packer.without(packed, request, OUT_OF_MEMORY)
         return fewer
 
     def _resend(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:

@@ -42,6 +42,7 @@ class DeviceSampling:
     """Parameters of all rows on the host, and of those that need the general way on the device.
 
     num_tokens  ids that may be sampled; the rows of the output matrix behind them are padding.
+    lost        rows whose request found no memory when it arrived: they must not be sampled until they are left.
     """
 
     def __init__(
@@ -58,17 +59,16 @@ class DeviceSampling:
             "seeds": np.zeros(num_rows, np.int64),
         }
         self._general_R = np.zeros(num_rows, dtype=bool)
+        self.lost: set[int] = set()
 
     def depart(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._general_R[row] = False
+            self.lost.discard(row)
             self.samplers.depart(row)
 
     def arrive(self, arrival: Arrival) -> None:
-        """Copies to the device only for a row of the general way.
-
-        May raise torch.OutOfMemoryError; the row is a plain one then.
-        """
+        """Copies to the device only for a row of the general way; without memory the row is lost."""
         row, params, numbers = arrival.row, arrival.params, self._numbers
         greedy = params.greedy or params.temperature < SMALLEST_TEMPERATURE
         numbers["temperatures"][row] = 0.0 if greedy else params.temperature
@@ -79,8 +79,11 @@ class DeviceSampling:
             numbers["seeds"][row] = derived_seed(self._seed, arrival.request) if seed is None else seed
         self._general_R[row] = False
         if _is_general(params):
-            self.samplers.arrive(arrival)
-            self._general_R[row] = True
+            try:
+                self.samplers.arrive(arrival)
+                self._general_R[row] = True
+            except torch.OutOfMemoryError:
+                self.lost.add(row)
 
     def path(self, rows_R: np.ndarray, masked: bool) -> str:
         """What the rows of a step call for. masked: some of them are bound by a grammar."""
@@ -105,20 +108,23 @@ class DeviceSampling:
         self, packed: Packed, path: str, hidden_RE: Tensor, logits_of: Callable[..., Tensor],
         numbers: Mapping[str, Tensor] | None, positions_R: Tensor | None,
     ) -> Drawn:  # fmt: skip
-        """Sample outside of a graph, by any path, and compute the log-probabilities that rows asked for."""
-        drawn = Drawn(None)
+        """Sample outside of a graph, by any path, and compute the log-probabilities that rows asked for.
+
+        The counts of penalties change last: if memory runs out before that, the step may be repeated.
+        """
+        drawn, special, spans = Drawn(None), None, [span for span in packed.plan.spans if span.samples]
         if packed.num_samples:
             raw_RV = logits_of(hidden_RE[: packed.num_samples], path != GENERAL)
-            logits_RV, special = raw_RV[:, : self.num_tokens], None
-            spans = [span for span in packed.plan.spans if span.samples]
+            logits_RV = raw_RV[:, : self.num_tokens]
             if path == GENERAL:
                 special = self._special(packed, spans)
                 logits_RV = self._processed(logits_RV, packed, spans, special)
             drawn.tokens_R = self.choose(logits_RV, numbers, positions_R)
             if special is not None:
-                self._record(spans, special, drawn.tokens_R)
                 self._logprobs(packed, spans, raw_RV, drawn)
         draw_prompts(packed, hidden_RE, logits_of, self.samplers, drawn)
+        if special is not None and drawn.tokens_R is not None:
+            self._record(spans, special, drawn.tokens_R)
         return drawn
 
     def _special(self, packed: Packed, spans: Sequence[Span]) -> list[int]:

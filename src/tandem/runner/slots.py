@@ -82,10 +82,11 @@ class Slot:
         del self.packed, self.drawn
 
     def _allocate(self, num_bytes: int) -> None:
-        self.staging_bytes = num_bytes
-        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        self._pinned = self.streams.pinned(num_bytes)
-        self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.streams.device)
+        """If it raises, for want of memory, all is as it was."""
+        rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        pinned = self.streams.pinned(rounded)
+        self._staging = torch.empty(rounded, dtype=torch.uint8, device=self.streams.device)
+        self._pinned, self.staging_bytes = pinned, num_bytes
         pages = self._pinned.numpy()
         self._pages = {kind: pages.view(kind) for kind in _DTYPES}
         self._views = {kind: self._staging.view(dtype) for kind, dtype in _DTYPES.items()}

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tandem.sampling.upload import pinning
+
 
 class Event(Protocol):
     """A moment on a stream."""
@@ -55,7 +57,10 @@ class Streams(Protocol):
         """Seconds between two events that have come."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 host memory that copies and kernels can read or write by themselves."""
+        """uint8 host memory that copies and kernels can read or write by themselves.
+
+        Raises torch.OutOfMemoryError, as if it were the device's.
+        """
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record what run starts on the compute stream, without running it; returns what replays it there."""
@@ -102,7 +107,8 @@ class CudaStreams:
         return float(first.elapsed_time(second)) / 1000.0  # type: ignore[attr-defined]
 
     def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        with pinning():
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Without the synchronisation that torch.cuda.graph() adds, so that steps in flight go on meanwhile.

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.sampling.upload import to_device
+
 
 class CountTables:
     """Output counts int32 [C, V] and prompt presence bool [C, V], updated on the device from sampled ids."""
@@ -19,33 +21,40 @@ class CountTables:
         self._num_rows, self._num_logits, self._device = num_rows, num_logits, device
         self._table_of: dict[int, int] = {}
         self._free: list[int] = []
-        self._allocate(0)
+        self.output_CV, self.seen_CV = self._allocate(0)
 
     def take(self, row: int, tokens: Sequence[int], prompt_length: int) -> int:
-        """Give the row a table filled from its tokens: a prompt of prompt_length, then output. Returns its number."""
+        """Give the row a table filled from its tokens: a prompt of prompt_length, then output. Returns its number.
+
+        If it raises, as for want of memory, the row has none and the others keep theirs.
+        """
         assert row not in self._table_of
+        tokens_L = to_device(torch.tensor(list(tokens), dtype=torch.int64), self._device)
         if not self._free:
             self._grow()
-        table = self._table_of[row] = self._free.pop()
-        tokens_L = torch.tensor(list(tokens), dtype=torch.int64)
-        if self._device.type == "cuda":
-            tokens_L = tokens_L.pin_memory().to(self._device, non_blocking=True)
+        table = self._free[-1]
         self.seen_CV[table].zero_()
         self.seen_CV[table].index_fill_(0, tokens_L[:prompt_length], True)
         self.output_CV[table].zero_()
         output = tokens_L[prompt_length:]
         self.output_CV[table].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self._table_of[row] = self._free.pop()
         return table
 
     def give_back(self, row: int) -> None:
         """The row needs its table no longer; the memory goes with the last one."""
         self._free.append(self._table_of.pop(row))
         if not self._table_of:
-            self._allocate(0)
+            self.output_CV, self.seen_CV = self._allocate(0)
+            self._free = []
 
     def record(self, tables_R: Tensor, ids_R: Tensor) -> None:
-        """Each row sampled an id. int64 [R] both; the tables of penalised rows are distinct."""
-        flat_R = tables_R * self._num_logits + ids_R
+        """Each row sampled an id. int64 [R] both; the tables of penalised rows are distinct.
+
+        An id of -1, of a row whose output is not finite and which ends, counts as 0, not in the table before.
+        The counts change last, when nothing can fail any more: a step that is repeated counts once.
+        """
+        flat_R = torch.add(ids_R.clamp(min=0), tables_R, alpha=self._num_logits)
         self.output_CV.view(-1).index_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
 
     @property
@@ -57,17 +66,17 @@ class CountTables:
         assert set(self._table_of) == rows, f"tables of {sorted(self._table_of)}, penalised rows {sorted(rows)}"
         assert sorted(tables) == list(range(1, len(self.output_CV))), "a table is lost or doubled"
 
-    def _allocate(self, num_tables: int) -> None:
+    def _allocate(self, num_tables: int) -> tuple[Tensor, Tensor]:
         shape = (num_tables and num_tables + 1, self._num_logits)
-        self.output_CV = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        self.seen_CV = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        self._free = list(range(num_tables, 0, -1))
+        output_CV = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return output_CV, torch.zeros(shape, dtype=torch.bool, device=self._device)
 
     def _grow(self) -> None:
-        """Twice as many tables as are taken, at least one, at most one a row. Numbers stay."""
-        old_output_CV, old_seen_CV, taken = self.output_CV, self.seen_CV, len(self._table_of)
+        """Twice as many tables as are taken, at least one, at most one a row. Numbers stay, and all if it raises."""
+        taken = len(self._table_of)
         num_tables = min(max(1, 2 * taken), self._num_rows)
-        self._allocate(num_tables)
-        self.output_CV[: len(old_output_CV)] = old_output_CV
-        self.seen_CV[: len(old_seen_CV)] = old_seen_CV
+        output_CV, seen_CV = self._allocate(num_tables)
+        output_CV[: len(self.output_CV)] = self.output_CV
+        seen_CV[: len(self.seen_CV)] = self.seen_CV
+        self.output_CV, self.seen_CV = output_CV, seen_CV
         self._free = list(range(num_tables, taken, -1))

@@ -20,6 +20,7 @@ from tandem.plan import Arrival
 from tandem.request import SamplingParams
 from tandem.sampling.counts import CountTables
 from tandem.sampling.philox import derived_seed
+from tandem.sampling.upload import to_device
 
 SMALLEST_TEMPERATURE = 1e-5
 """Below it a row is greedy: the quotient of float32 logits would say the same or overflow."""
@@ -95,23 +96,30 @@ class SamplerRows:
         self._integers_XI = torch.zeros(num_rows, 3, dtype=torch.int64, device=self.device)
 
     def arrive(self, arrival: Arrival) -> None:
-        """A request takes a row, which it may have had before a preemption: its counts are rebuilt from its tokens."""
+        """A request takes a row, which it may have had before a preemption: its counts are rebuilt from its tokens.
+
+        If it raises, as for want of memory, the row is nobody's.
+        """
         row, params = arrival.row, arrival.params
         if row in self.facts:
             self.depart(row)
         seed = derived_seed(self.seed, arrival.request) if params.seed is None else params.seed
-        if params.uses_penalties:
-            table = self.counts.take(row, arrival.tokens, arrival.prompt_length)
-        else:
-            table = 0
         top_k = params.top_k if 0 < params.top_k < self.num_tokens else self.num_logits
         numbers = (
             params.temperature, params.top_p, params.min_p,
             params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
         )  # fmt: skip
-        self._numbers_XF[row].copy_(self.upload(numbers, torch.float64), non_blocking=True)
-        self._integers_XI[row].copy_(self.upload((top_k, seed, table), torch.int64), non_blocking=True)
-        self.facts[row] = self._facts_of(params, arrival, top_k)
+        facts, numbers_F = self._facts_of(params, arrival, top_k), self.upload(numbers, torch.float64)
+        table = self.counts.take(row, arrival.tokens, arrival.prompt_length) if params.uses_penalties else 0
+        try:
+            integers_I = self.upload((top_k, seed, table), torch.int64)
+            self._numbers_XF[row].copy_(numbers_F, non_blocking=True)
+            self._integers_XI[row].copy_(integers_I, non_blocking=True)
+        except BaseException:
+            if table:
+                self.counts.give_back(row)
+            raise
+        self.facts[row] = facts
 
     def depart(self, row: int) -> None:
         """The row's request has left. Unknown rows are ignored: a runner may drop a row that never sampled."""
@@ -130,13 +138,8 @@ class SamplerRows:
         return numbers_RF[:, 3], numbers_RF[:, 4], numbers_RF[:, 5], self._integers_XI[rows_R, 2]
 
     def upload(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
-        """A small tensor on the device, copied without making the host wait.
-
-        The pinned original is fresh memory each time; torch's allocator reuses it only once the copy is done.
-        """
-        if self.device.type != "cuda":
-            return torch.tensor(values, dtype=dtype, device=self.device)
-        return torch.tensor(values, dtype=dtype).pin_memory().to(self.device, non_blocking=True)
+        """A small tensor on the device, copied without making the host wait. May raise torch.OutOfMemoryError."""
+        return to_device(torch.tensor(values, dtype=dtype), self.device)
 
     def statistics(self) -> RowStatistics:
         penalised = sum(facts.penalised for facts in self.facts.values())

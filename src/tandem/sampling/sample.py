@@ -22,6 +22,7 @@ from tandem.sampling.logprobs import LogprobRows, logprobs_of
 from tandem.sampling.philox import uniforms
 from tandem.sampling.rows import SamplerRows
 from tandem.sampling.truncate import threshold
+from tandem.sampling.upload import to_device
 
 BANNED = -1e30
 """Logit of an id banned before min_tokens. It is finite, so that a grammar that leaves only banned ids has its way."""
@@ -137,9 +138,7 @@ def unpack_masks(masks: Sequence[bytes], num_ids: int, rows: SamplerRows) -> Ten
     """Bitmasks (little-endian words of 32) → bool [len(masks), num_ids]; ids that a mask does not reach are False."""
     num_bytes = (num_ids + 7) // 8
     flat = b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
-    packed = torch.frombuffer(bytearray(flat), dtype=torch.uint8)
-    if rows.device.type == "cuda":
-        packed = packed.pin_memory().to(rows.device, non_blocking=True)
+    packed = to_device(torch.frombuffer(bytearray(flat), dtype=torch.uint8), rows.device)
     shifts_8 = torch.arange(8, dtype=torch.uint8, device=rows.device)
     bits = (packed.view(len(masks), num_bytes, 1) >> shifts_8) & 1
     return bits.view(len(masks), -1)[:, :num_ids].bool()
