@@ -31,6 +31,7 @@ class Arrival(NamedTuple):
     prompt_length  how many of them are prompt, as the user counts.
     cached         leading tokens whose K and V are already in the blocks that its first span names.
     resumed        it was preempted before, so its first token is not its first token.
+    place          the order in which requests came in first, kept when one is resumed; 0: not known.
     """
 
     request: str
@@ -41,6 +42,7 @@ class Arrival(NamedTuple):
     eos: Sequence[int] = ()
     cached: int = 0
     resumed: bool = False
+    place: int = 0
 
 
 class Span(NamedTuple):

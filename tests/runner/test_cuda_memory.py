@@ -9,6 +9,7 @@ import torch
 from runner_drive import Drive, greedy
 from test_cuda_runner import BLOCK_SIZE, drive, make, model, prompt  # noqa: F401  (model is a fixture)
 
+from tandem.plan import Arrival, Span, StepPlan
 from tandem.request import Constraint
 from tandem.runner import device_sampling
 from tandem.runner.clock import Timekeeper
@@ -202,3 +203,21 @@ def test_memory_that_runs_out_now_and_then_changes_nobody_elses_tokens(model, mo
     num_failed = sum(stream.error is not None for stream in driven.sequences)
     assert 0 < num_failed < 12
     check_all_but_failed(runner, outputs, driven, alone, num_failed)
+
+
+def test_who_was_preempted_is_no_newer_for_that(model, monkeypatch):  # noqa: F811
+    """The older one arrives again, behind the newer one; memory that runs out ends the newer."""
+    runner, forward = make(model, depth=1), model.forward
+    new = Arrival("new", 0, [1, 2, 3], 3, greedy(4), place=7)
+    old = Arrival("old", 1, [4, 5, 6], 2, greedy(4), resumed=True, place=3)
+
+    def small_steps_alone(batch, *rest):
+        if len(batch.ids_T) > 3:
+            raise torch.OutOfMemoryError("made up")
+        return forward(batch, *rest)
+
+    monkeypatch.setattr(model, "forward", small_steps_alone)
+    runner.collect(runner.submit(StepPlan(0, [Span("new", 0, 0, 3, [1], True)], [new])))
+    spans = [Span("new", 0, 3, 1, [], True), Span("old", 1, 0, 3, [2], True)]
+    result = runner.collect(runner.submit(StepPlan(1, spans, [old], num_decodes=1)))
+    assert set(result.failed) == {"new"} and len(result.tokens) == 2

@@ -83,6 +83,17 @@ def test_a_sibling_of_a_prompt_that_was_left_out_computes_it_itself() -> None:
     comes_home(drive)
 
 
+def test_who_returns_keeps_the_place_of_its_first_arrival() -> None:
+    drive = Drive(1, num_blocks=8, block_size=4, num_rows=4)
+    drive.add(request("a", 10, 18), request("b", 10, 12), request("c", 2, 4))
+    drive.run()
+    arrivals = [arrival for plan in drive.plans for arrival in plan.arrivals]
+    places = {arrival.request: arrival.place for arrival in arrivals if not arrival.resumed}
+    assert sorted(places.values()) == [1, 2, 3]
+    resumed = [arrival for arrival in arrivals if arrival.resumed]
+    assert resumed and all(arrival.place == places[arrival.request] for arrival in resumed)
+
+
 @given(
     guests(), st.integers(1, 3), st.sampled_from([1, 2, 4, 16]), st.integers(30, 160), st.integers(1, 6),
     st.integers(0, 40), st.integers(0, 1 << 20), st.sampled_from([0.03, 0.1, 0.3]), st.booleans(),

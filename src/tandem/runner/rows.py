@@ -20,7 +20,10 @@ from tandem.request import SamplingParams
 
 @dataclass(slots=True)
 class HostRow:
-    """What the host knows of one row. tokens: prompt (and output, if resumed), int64. turn: rises with each arrival."""
+    """What the host knows of one row. tokens: prompt (and output, if resumed), int64.
+
+    turn: the arrival's place, or, if the planner tells of none, its number: the largest one is the newest request's.
+    """
 
     request: str
     tokens: np.ndarray
@@ -51,7 +54,7 @@ class HostRows:
             tokens = np.asarray(arrival.tokens, dtype=np.int64)
             self._num_arrived += 1
             self.rows[arrival.row] = HostRow(
-                arrival.request, tokens, arrival.prompt_length, arrival.params, self._num_arrived
+                arrival.request, tokens, arrival.prompt_length, arrival.params, arrival.place or self._num_arrived
             )
             self.num_known_R[arrival.row] = len(tokens)
             self.wants_prompt_R[arrival.row] = arrival.params.prompt_logprobs is not None

@@ -146,6 +146,7 @@ def _arrival(progress: Progress) -> Arrival:
         tuple(request.eos),
         progress.computed,
         progress.num_preemptions > 0,
+        progress.place,
     )
 
 
