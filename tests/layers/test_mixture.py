@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.kernels import launch
-from tandem.layers.mixture import Mixture
+from tandem.layers.mixture import HostMixture, Mixture, mixture
 
 NEAR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 interpreter = [
@@ -65,6 +65,41 @@ def test_tokens_on_the_cpu(normalise):
     layer = mixture_of(torch.float32, "cpu", normalise=normalise)
     hidden_TE = hidden_of(13, torch.float32, "cpu")
     assert_near(layer(hidden_TE), wanted(layer, hidden_TE), 1e-5)
+
+
+def host_mixtures(hidden, inner, num_experts, **how):
+    """The same weights, written by targets, in the layer that is asked for, and as they stand."""
+    asked, plain = (
+        make(hidden, inner, num_experts, 3, True, "silu", dtype=torch.float32, device=torch.device("cpu"), **how)
+        for make in (mixture, Mixture)
+    )
+    generator = torch.Generator().manual_seed(3)
+    for one, other in [(asked.router_target(), plain.router_target())] + [
+        (asked.targets(expert)[part], plain.targets(expert)[part])
+        for expert in range(num_experts) for part in ("gate", "up", "down")
+    ]:  # fmt: skip
+        weight = torch.randn(one.shape, generator=generator) * one.shape[-1] ** -0.5
+        one.write(weight)
+        other.write(weight)
+    return asked, plain
+
+
+def test_a_token_is_the_same_number_among_any_others_on_the_cpu():
+    """As --deterministic promises; torch's grouped product there adds otherwise for other numbers of rows."""
+    layer, plain = host_mixtures(128, 96, 8, invariant=True)
+    many_TE = torch.randn(200, 128, generator=torch.Generator().manual_seed(4))
+    among = layer(many_TE)
+    assert_near(among, wanted(plain, many_TE), 1e-5)
+    for num_tokens in (1, 2, 3, 8, 17, 64, 65, 130):
+        for first in (0, 31, 200 - num_tokens):
+            assert torch.equal(layer(many_TE[first : first + num_tokens]), among[first : first + num_tokens])
+
+
+def test_odd_sizes_on_the_cpu():
+    layer, plain = host_mixtures(50, 33, 5, invariant=False)
+    assert isinstance(layer, HostMixture)
+    many_TE = torch.randn(11, 50, generator=torch.Generator().manual_seed(4))
+    assert_near(layer(many_TE), wanted(plain, many_TE), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=str)

@@ -171,6 +171,13 @@ def _check_invariant(dtype: torch.dtype, device: torch.device) -> None:
             f"deterministic does not hold for dtype {str(dtype).removeprefix('torch.')} on {device.type}.",
             hint=f"set dtype to {str(able[0]).removeprefix('torch.')}, or leave deterministic out.",
         )
+    from tandem.layers.packed import can_pack
+
+    if device.type == "cpu" and not can_pack(dtype, device):
+        raise SettingError(
+            "deterministic does not hold here: this PyTorch has no packed matrix products for the CPU (oneDNN).",
+            hint="take a PyTorch with oneDNN, or leave deterministic out.",
+        )
 
 
 def host_layer(in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from tandem.layers.attention import Attention, AttentionBackend, Batch
 from tandem.layers.feedforward import GatedFeedForward
 from tandem.layers.linear import Linear, LinearScheme, whole_sum
-from tandem.layers.mixture import Mixture
+from tandem.layers.mixture import Mixture, mixture
 from tandem.layers.norm import RMSNorm
 from tandem.layers.target import Target, whole
 from tandem.models.spec import ModelSpec
@@ -41,7 +41,7 @@ class Block(nn.Module):
         )  # fmt: skip
         self.feed_forward: Mixture | GatedFeedForward
         if spec.mixture is not None and layer in spec.mixture.layers:
-            self.feed_forward = Mixture(
+            self.feed_forward = mixture(
                 spec.hidden_size, spec.mixture.intermediate_size, spec.mixture.num_experts, spec.mixture.num_chosen,
                 spec.mixture.normalise, spec.activation, invariant=getattr(scheme, "invariant", False), dtype=dtype,
                 device=device,
