@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from tandem.errors import TandemError
 from tandem.serve import describe, export, generate, live, operate, responses
+from tandem.serve.asking import AskingTurns
 from tandem.serve.bodies import BodyClaims
 from tandem.serve.failure import HttpError, report, response_of
 from tandem.serve.guard import HostGuard, KeyGuard
@@ -60,6 +61,7 @@ def create_app(
         middleware.insert(0, Middleware(HostGuard, hosts=hosts))
     middleware.append(Middleware(BodyClaims, bodies=service.bodies))
     middleware.insert(0, Middleware(Doorkeeper, meter=service.meter))
+    middleware.insert(0, Middleware(AskingTurns))
     app = Starlette(
         routes=[*ROUTES, *routes],
         middleware=middleware,

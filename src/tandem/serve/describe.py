@@ -71,7 +71,12 @@ ERRORS = {
 
 
 async def openapi(request: Request) -> Response:
-    return Response(orjson.dumps(document()), media_type="application/json")
+    return Response(written(), media_type="application/json")
+
+
+@cache
+def written() -> bytes:
+    return orjson.dumps(document())
 
 
 @cache

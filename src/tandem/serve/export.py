@@ -67,7 +67,11 @@ ALIASES = {
 
 
 class Readings:
-    """What the engine last told of itself: its answers to "metrics", "timeline" and "state", one fetch at a time."""
+    """What the engine last told of itself: its answers to "metrics", "timeline" and "state", one fetch at a time.
+
+    num_read   fetches that have come back.
+    shown      by format, what was written of the last one for a scrape, and its number.
+    """
 
     NAMES = ("metrics", "timeline", "state")
 
@@ -75,6 +79,8 @@ class Readings:
         self._call = call
         self._task: asyncio.Task[None] | None = None
         self._read_s = float("-inf")
+        self.num_read = 0
+        self.shown: dict[str, tuple[int, bytes]] = {}
         self._shares: deque[tuple[float, float, float]] = deque()
         self.families = {family.name: family for family in Metrics().families()}
         self.timeline: dict[str, Any] = {}
@@ -95,6 +101,7 @@ class Readings:
             self.families[plain["name"]] = family_of(plain)
         self.timeline, self.state = timeline or self.timeline, state or self.state
         self._read_s = time.perf_counter()
+        self.num_read += 1
         if timeline:
             idle_s = sum(s for cause, s in timeline["idle_s"].items() if cause != "nothing")
             self._shares.append((self._read_s, timeline["device_active_s"], idle_s))
@@ -273,16 +280,25 @@ def readings_of(service: Service) -> Readings:
 
 
 async def metrics(request: Request) -> Response:
-    """The route. It answers 200 whatever the engine does."""
+    """The route. It answers 200 whatever the engine does.
+
+    Those who waited for the same fetch get the same text, written once behind it: many may ask, and it takes
+    milliseconds.
+    """
     service: Service = request.app.state.service
     readings = readings_of(service)
+    num_before = readings.num_read
     if service.engine.error is None:
         with contextlib.suppress(TandemError):
             await readings.refresh()
-    exporter = Exporter(service, readings, vllm_names=service.vllm_metric_names)
-    if wants_open_metrics(request.headers.get("accept", "")):
-        return Response(open_metrics(exporter, escaping=ALLOWUTF8), headers={"content-type": OPEN_METRICS})
-    return Response(plain_text(exporter, escaping=ALLOWUTF8), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+    is_open = wants_open_metrics(request.headers.get("accept", ""))
+    kind = OPEN_METRICS if is_open else CONTENT_TYPE_PLAIN_0_0_4
+    number, text = readings.shown.get(kind, (0, b""))
+    if number != readings.num_read or number == num_before:
+        exporter = Exporter(service, readings, vllm_names=service.vllm_metric_names)
+        text = (open_metrics if is_open else plain_text)(exporter, escaping=ALLOWUTF8)
+        readings.shown[kind] = readings.num_read, text
+    return Response(text, headers={"content-type": kind})
 
 
 def wants_open_metrics(accept: str) -> bool:
