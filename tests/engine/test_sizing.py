@@ -1,11 +1,13 @@
 """What fits into memory: blocks, lengths, the token budget's estimate, and what is said when it does not fit."""
 
+import dataclasses
 import io
 import json
 
 import pytest
 
 from tandem.config import Facts, Settings
+from tandem.engine.build import describe
 from tandem.engine.null_model import byte_tokenizer_json
 from tandem.engine.sizing import (
     Shape,
@@ -105,6 +107,21 @@ def test_weights_that_do_not_fit_are_told_with_what_would() -> None:
     assert halved.free_bytes == 20 * GIB - 2 * LLAMA_8B.num_parameters
 
 
+def test_quantised_weights_count_as_they_are_stored_and_are_advised_where_they_fit() -> None:
+    stored = {"dense": (0, 8_030_261_248), "w8a8": (7 * GIB, 500_000_000), "int4": (4 * GIB, 500_000_000)}
+    shape = dataclasses.replace(LLAMA_8B, stored=stored)
+    with pytest.raises(DeviceMemoryError, match=r"in float32, take 29.92 GiB") as caught:
+        facts(shape, "cpu", 8 * GIB)
+    assert "set quantize to int4, in which they take 5.86 GiB" in str(caught.value.hint)
+    found = facts_of(shape, "cpu", "a device", 8 * GIB, quantize="int4")
+    assert found.free_bytes == 4 * GIB - 4 * 500_000_000
+    with pytest.raises(DeviceMemoryError, match=r"in float32 with quantize w8a8, take 8.86 GiB"):
+        facts_of(shape, "cpu", "a device", 8 * GIB, quantize="w8a8")
+    resolved = Settings(quantize="int4").resolve(found)
+    left = int(8 * GIB * 0.9) - 4 * GIB - 4 * 500_000_000
+    assert abs(estimate_max_batch_tokens(resolved, shape) - left // (2 * 32 * 8 * 128 * 4)) <= 1
+
+
 def test_only_memory_that_exists_is_advised() -> None:
     weights = 2 * LLAMA_8B.num_parameters
     with pytest.raises(DeviceMemoryError, match=r"0.00 GiB are free") as caught:
@@ -119,3 +136,13 @@ def test_only_memory_that_exists_is_advised() -> None:
         Settings(max_model_len=most, kv_cache_memory=8 * GIB).resolve(facts(LLAMA_8B, "cpu", 2 * weights + 8 * GIB)),
         LLAMA_8B,
     )
+
+
+def test_a_quantised_model_that_fits_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 billion parameters, in int4 with embeddings in float32, on a machine of 12 GiB."""
+    monkeypatch.setattr("tandem.engine.sizing.free_host_bytes", lambda: 12 * GIB)
+    settings = {"model": "llama-3.1-8b", "load_format": "random", "device": "cpu"}
+    with pytest.raises(DeviceMemoryError, match="29.92 GiB"):
+        describe(settings)
+    resolved, _ = describe({**settings, "quantize": "int4"})
+    assert 5 * GIB < resolved.facts.free_bytes < 6 * GIB

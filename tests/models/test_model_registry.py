@@ -8,9 +8,10 @@ from paged_driver import Paged, write_all
 
 from tandem.errors import ModelError
 from tandem.layers.linear import linear_scheme
-from tandem.layers.quantised import int4_codes
+from tandem.layers.quantised import SCHEMES, int4_codes
 from tandem.models.named import NAMES, named_config
 from tandem.models.registry import build, spec_from_config
+from tandem.models.stored import stored
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -37,6 +38,23 @@ def test_named_shapes_are_copies_and_unknown_is_none() -> None:
     config["hidden_size"] = 1
     assert named_config("tiny") != config
     assert named_config("no-such-shape") is None
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "qwen3-30b-a3b", "gemma-3-1b", "smollm2-135m"])
+@pytest.mark.parametrize("quantize", ["w8a8", "int4"])
+def test_what_quantised_weights_take_is_what_the_layers_hold(name: str, quantize: str) -> None:
+    spec = spec_from_config(named_config(name) or {})
+    model = build(spec, torch.float32, torch.device("meta"), linear=SCHEMES[quantize]())
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    fixed_bytes, num_elements = stored(spec)[quantize]
+    assert fixed_bytes + 4 * num_elements == held
+    assert held < 4 * spec.num_parameters
+
+
+def test_a_tied_head_is_kept_twice_on_a_cpu() -> None:
+    for name, copies in (("llama-3.1-8b", 0), ("smollm2-135m", 1)):
+        spec = spec_from_config(named_config(name) or {})
+        assert stored(spec)["dense"] == (0, spec.num_parameters + copies * spec.num_logits * spec.hidden_size)
 
 
 TINY: dict[str, Any] = {**(named_config("tiny") or {})}

@@ -154,7 +154,7 @@ def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda tex
     with _compiling(settings, spec, shape, source) as compiling:
         with _timed(phases_s, "device"):
             device = settings.device or best_device()
-            resolved = settings.resolve(sizing.device_facts(shape, device, settings.dtype))
+            resolved = settings.resolve(sizing.device_facts(shape, device, settings))
         if device != "cuda":  # there the runner measures what is free
             resolved = sizing.fit_cache(resolved, shape)
         on_phase(f"loading {source.name} on {device}")
@@ -185,7 +185,7 @@ def describe(
     bare = dataclasses.replace(settings, load_format="random") if settings.load_format == "auto" else settings
     source = _locate(bare, device, on_phase)
     _, shape = _shape(source, device)
-    resolved = sizing.fit_cache(settings.resolve(sizing.device_facts(shape, device, settings.dtype)), shape)
+    resolved = sizing.fit_cache(settings.resolve(sizing.device_facts(shape, device, settings)), shape)
     num_blocks = (resolved.settings.kv_cache_memory or 0) // sizing.block_bytes_of(resolved.settings, shape)
     resolved = sizing.fit_length(resolved, num_blocks)
     chosen = resolved.settings
@@ -290,11 +290,11 @@ def _shape(source: ModelSource, device: str | None) -> tuple[Any, Shape]:
         except KeyError as error:
             raise ModelError(f"the model's configuration has no {error}.") from error
     from tandem.models.registry import spec_from_config
+    from tandem.models.stored import stored
 
     spec = spec_from_config(source.config)
-    return spec, Shape(
-        spec.num_logits, spec.max_length, spec.num_parameters, spec.kv_bytes_per_token(1), spec.dtype
-    )  # fmt: skip
+    sizes = spec.num_logits, spec.max_length, spec.num_parameters, spec.kv_bytes_per_token(1)
+    return spec, Shape(*sizes, spec.dtype, stored(spec))
 
 
 def _runner(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from tandem.config import Facts, Resolved, Settings
@@ -20,6 +21,7 @@ class Shape:
 
     kv_elements_per_token   2 · layers · KV heads · head dimension.
     dtype                   what the checkpoint stores, or None.
+    stored                  on a CPU, by scheme of linear layers: bytes whatever the dtype, and elements of it.
     """
 
     num_logits: int
@@ -27,6 +29,13 @@ class Shape:
     num_parameters: int = 0
     kv_elements_per_token: int = 1
     dtype: str | None = None
+    stored: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def weights_bytes(self, device: str, dtype: str, quantize: str | None) -> int:
+        """What the loaded weights take."""
+        known = self.stored.get(quantize or "dense") if device == "cpu" else None
+        fixed_bytes, num_elements = known or (0, self.num_parameters)
+        return fixed_bytes + num_elements * DTYPE_BYTES[dtype]
 
 
 def facts_of(
@@ -35,22 +44,24 @@ def facts_of(
     device_name: str | None = None,
     device_bytes: int | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
 ) -> Facts:
     """The facts for Settings.resolve. Raises DeviceMemoryError if the weights are larger than the free memory.
 
     device_bytes   free memory of a device that is not the host.
-    dtype          what was asked for; None is the default of the device.
+    dtype          what was asked for; None is the default of the device.      quantize  the scheme of linear layers.
     """
     chosen = dtype or (shape.dtype if device == "cuda" else None) or "float32"
     each = DTYPE_BYTES[chosen]
     free_bytes = free_host_bytes() if device_bytes is None else device_bytes
-    if shape.num_parameters * each > free_bytes - LEAST_BYTES:
-        raise _weights_too_large(shape, device, chosen, free_bytes)
+    weights_bytes = shape.weights_bytes(device, chosen, quantize)
+    if weights_bytes > free_bytes - LEAST_BYTES:
+        raise _weights_too_large(shape, device, chosen, quantize, free_bytes)
     return Facts(
         device=device,
         device_name=device_name or host_name(),
         cores=num_cores(),
-        free_bytes=free_bytes - shape.num_parameters * each,
+        free_bytes=free_bytes - weights_bytes,
         context_length=shape.max_length,
         num_parameters=shape.num_parameters,
         kv_bytes_per_token=shape.kv_elements_per_token * each,
@@ -58,31 +69,39 @@ def facts_of(
     )
 
 
-def _weights_too_large(shape: Shape, device: str, dtype: str, free_bytes: int) -> DeviceMemoryError:
+def _weights_too_large(
+    shape: Shape, device: str, dtype: str, quantize: str | None, free_bytes: int
+) -> DeviceMemoryError:  # fmt: skip
     place = "the device" if device == "cuda" else "the machine"
-    half_bytes = shape.num_parameters * DTYPE_BYTES["bfloat16"]
     largest = free_bytes / DTYPE_BYTES["bfloat16"] / 1e9
     hint = f"take a model of less than {largest:.1f} billion parameters, or free memory of other processes."
+    half_bytes = shape.weights_bytes(device, "bfloat16", quantize)
     if DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"] and half_bytes < free_bytes:
         hint = f"set dtype to bfloat16, in which they take {_gib(half_bytes)}, or {hint}"
+    if device == "cpu" and quantize in (None, "dense"):
+        sizes = ((scheme, shape.weights_bytes(device, dtype, scheme)) for scheme in ("w8a8", "int4"))
+        scheme, least_bytes = next(((name, size) for name, size in sizes if size < free_bytes), ("", free_bytes))
+        if scheme and scheme in shape.stored:
+            hint = f"set quantize to {scheme}, in which they take {_gib(least_bytes)}, or {hint}"
+    scheme = f" with quantize {quantize}" if quantize else ""
     return DeviceMemoryError(
-        f"the weights, {shape.num_parameters / 1e9:.2f} billion parameters in {dtype}, take "
-        f"{_gib(shape.num_parameters * DTYPE_BYTES[dtype])}; {place} has {_gib(free_bytes)} of memory free.",
+        f"the weights, {shape.num_parameters / 1e9:.2f} billion parameters in {dtype}{scheme}, take "
+        f"{_gib(shape.weights_bytes(device, dtype, quantize))}; {place} has {_gib(free_bytes)} of memory free.",
         hint=hint,
     )
 
 
-def device_facts(shape: Shape, device: str, dtype: str | None = None) -> Facts:
+def device_facts(shape: Shape, device: str, settings: Settings) -> Facts:
     """The facts of this machine's cpu, cuda or null device. Raises SettingError if it has no such device."""
     if device != "cuda":
-        return facts_of(shape, device, dtype=dtype)
+        return facts_of(shape, device, dtype=settings.dtype, quantize=settings.quantize)
     import torch
 
     if not torch.cuda.is_available():
         raise SettingError("device is cuda, but PyTorch finds no CUDA device.", hint="use --device cpu.")
     free_bytes, _ = torch.cuda.mem_get_info()
     free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # kept by this process, and unused
-    return facts_of(shape, device, torch.cuda.get_device_name(), free_bytes, dtype)
+    return facts_of(shape, device, torch.cuda.get_device_name(), free_bytes, settings.dtype)
 
 
 def estimate_max_batch_tokens(resolved: Resolved, shape: Shape) -> int:
@@ -91,11 +110,12 @@ def estimate_max_batch_tokens(resolved: Resolved, shape: Shape) -> int:
     max_batch_tokens ≈ (memory × utilisation − parameters × bytes) / (2 × layers × kv_heads × head_dim × bytes)
 
     that is, the memory that the weights leave free, over the bytes of one token in the KV cache. memory is what was
-    free before the weights were loaded, bytes those of one element. Activations are left out: it is an upper bound.
+    free before the weights were loaded, bytes those of one element; quantised weights count as they are stored.
+    Activations are left out: it is an upper bound.
     """
     settings, facts = resolved.settings, resolved.facts
     each = DTYPE_BYTES[settings.dtype or "float32"]
-    weights_bytes = facts.num_parameters * each
+    weights_bytes = shape.weights_bytes(facts.device, settings.dtype or "float32", settings.quantize)
     memory_bytes = facts.free_bytes + weights_bytes
     free_bytes = int(memory_bytes * settings.gpu_memory_utilization) - weights_bytes
     return max(0, free_bytes // (shape.kv_elements_per_token * each))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tandem.layers.linear import Linear, LinearScheme, host_layer
+from tandem.layers.linear import Linear, host_layer
 
 GROUP = 32
 INT4_ROWS = 16
@@ -106,6 +106,14 @@ class W8A8:
     ) -> Linear:
         return Int8Linear(in_size, parts, bias, dtype, device)
 
+    def stored_bytes(self, in_size: int, out_size: int) -> int | None:
+        """Of a layer, its bias aside; None: it stays dense."""
+        return self.head_bytes(in_size, out_size)
+
+    def head_bytes(self, in_size: int, out_size: int) -> int:
+        """Codes, and a float32 scale an output."""
+        return out_size * (in_size + 4)
+
     def create_head(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device) -> Linear | None:
         return Int8Linear(in_size, (out_size,), False, dtype, device)
 
@@ -118,11 +126,16 @@ class Int4(W8A8):
     def create(
         self, in_size: int, parts: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        fits = in_size % GROUP == 0 and sum(parts) % INT4_ROWS == 0
+        fits = self.stored_bytes(in_size, sum(parts)) is not None
         return (Int4Linear if fits else host_layer)(in_size, parts, bias, dtype, device)
 
+    def stored_bytes(self, in_size: int, out_size: int) -> int | None:
+        """Half a byte a weight, and two bfloat16 a group."""
+        fits = in_size % GROUP == 0 and out_size % INT4_ROWS == 0
+        return in_size * out_size // 2 + in_size // GROUP * out_size * 4 if fits else None
 
-SCHEMES: dict[str, Callable[[], LinearScheme]] = {"w8a8": W8A8, "int4": Int4}
+
+SCHEMES: dict[str, Callable[[], W8A8]] = {"w8a8": W8A8, "int4": Int4}
 
 
 def _constant(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
