@@ -161,13 +161,16 @@ TAGGED_PARTS = st.sampled_from([
 @given(
     parts=st.lists(PARTS, max_size=14), cuts=st.lists(st.integers(0, 400), max_size=30),
     form=st.sampled_from([HERMES, LLAMA, MISTRAL, None]), thinks=st.sampled_from([None, False, True]),
-    single=st.booleans(),
+    single=st.booleans(), governed=st.booleans(),
 )  # fmt: skip
-@example([f" <tool_call> {CALL} </tool_call> x"], list(range(100)), HERMES, None, False)
-@example(["<think> a </think> ", '{"name": "time", "parameters": {}}', " ; x"], list(range(100)), LLAMA, False, False)
+@example([f" <tool_call> {CALL} </tool_call> x"], list(range(100)), HERMES, None, False, False)
+@example(
+    ["<think> a </think> ", '{"name": "time", "parameters": {}}', " ; x"], list(range(100)), LLAMA, False, False, False
+)
+@example(["<tool_call><function=time></tool_call>z"], [12], HERMES, None, False, True)
 @settings(deadline=None, max_examples=300)
-def test_cutting_changes_nothing(parts, cuts, form, thinks, single) -> None:
-    check_cuts("".join(parts), cuts, form, thinks, single=single)
+def test_cutting_changes_nothing(parts, cuts, form, thinks, single, governed) -> None:
+    check_cuts("".join(parts), cuts, form, thinks, single=single, governed=governed)
 
 
 CLOSED = "<tool_call><function=time><parameter=a>1</parameter></tool_call> It is done."
