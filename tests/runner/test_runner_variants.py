@@ -34,7 +34,7 @@ class Noting(Executor):
 spec = spec_from_config(named_config(sys.argv[1]))
 dtype = getattr(torch, sys.argv[3])
 settings = Settings(
-    dtype=sys.argv[3], max_model_len=512, max_num_seqs=64, max_batch_tokens=1024, deterministic=sys.argv[2] == "exact",
+    dtype=sys.argv[3], max_model_len=512, max_num_seqs=100, max_batch_tokens=1024, deterministic=sys.argv[2] == "exact",
     depth=2,
 )  # fmt: skip
 with planning(Target((9, 0), 132)), compile_ahead(Noting()), torch.inference_mode():
@@ -53,6 +53,10 @@ with planning(Target((9, 0), 132)), compile_ahead(Noting()), torch.inference_mod
     runner = variants._runner(model, backend, settings, dtype, None)
     for key, bound in runner._keys(("greedy", "plain", "general"), runner._graphs.buckets):
         runner._decode(key, bound)
+    for size in runner._graphs.buckets:
+        for bound in (256, 512):
+            for is_uneven in (False, True):
+                runner._decode(runner._decode_keys.key(size, "greedy", bound, is_uneven), bound)
 print(len(listed), sorted(set(listed)))
 print(asked[len(listed):], torch.cuda.is_initialized(), "sympy" in sys.modules)
 """

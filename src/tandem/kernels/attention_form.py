@@ -34,6 +34,11 @@ class DecodeForm(NamedTuple):
     ahead: bool = False
     by_length: bool = False
 
+    @property
+    def kernel(self) -> "DecodeForm":
+        """The same for all forms that one compiled kernel does."""
+        return self._replace(num_splits=min(self.num_splits, 2))
+
 
 def decode_form(
     num_spans: int, max_length: int, num_kv_heads: int, head_dim: int, item_bytes: int, num_multiprocessors: int,

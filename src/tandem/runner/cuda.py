@@ -28,6 +28,7 @@ from tandem.runner.batch import Packed, Packer
 from tandem.runner.clock import Timekeeper
 from tandem.runner.contract import RunnerFacts, Ticket
 from tandem.runner.device_sampling import GENERAL, GREEDY, NUMBERS, DeviceSampling
+from tandem.runner.forms import DecodeKeys
 from tandem.runner.graphs import LISTED, GraphKey, Graphs, Lanes, is_uneven, span_arrays, span_batch
 from tandem.runner.outcome import Drawn, settle
 from tandem.runner.rows import DeviceRows
@@ -75,8 +76,8 @@ class CudaRunner:
         self._times = Timekeeper(streams, depth)
         self._num_submitted = self._num_collected = self._num_failed = 0
         self._num_lanes_run = self._num_lanes_padded = 0
-        self._path, self._is_uneven, self._windows = GREEDY, False, _windows(model.spec)
-        self._known_forms: dict[tuple[int, int, bool], tuple[Any, ...]] = {}
+        self._path, self._is_uneven = GREEDY, False
+        self._decode_keys = DecodeKeys(backend, cache.keys[0], _windows(model.spec))
 
     @classmethod
     def create(
@@ -193,8 +194,7 @@ class CudaRunner:
     def _decode_step(self, packed: Packed) -> Drawn:
         size, num_spans = self._size_of(packed), packed.num_spans
         bound = graph_bound(packed.max_length)
-        forms = self._forms(size, bound, self._is_uneven)
-        key = GraphKey(size, self._path, forms, self._is_uneven and forms != self._forms(size, bound))
+        key = self._decode_keys.key(size, self._path, bound, self._is_uneven)
         if self._uses_graphs:
             self._num_lanes_run += size
             self._num_lanes_padded += size - num_spans
@@ -251,18 +251,6 @@ class CudaRunner:
         if drawn.tokens_R is not None:
             finish(drawn.tokens_R, hidden_RE, rows_R, self._rows.last_R, self._home_DR, self._turn_1)
 
-    def _forms(self, size: int, bound: int, uneven: bool = False) -> tuple[Any, ...]:
-        """What the attention backend bakes into a graph: the form of its launches, or else the bound itself."""
-        found = self._known_forms.get((size, bound, uneven))
-        if found is None:
-            found = (bound,)
-            form = getattr(self._backend, "decode_form", None)
-            if form is not None and not getattr(self._backend, "deterministic", False):
-                keys_NPKD = self._cache.keys[0]
-                found = tuple(form(size, min(bound, w or bound), keys_NPKD, uneven) for w in self._windows)
-            self._known_forms[size, bound, uneven] = found
-        return found
-
     def _without_newest(self, packed: Packed, slot: Slot) -> Packed:
         if not packed.num_spans:
             raise torch.OutOfMemoryError("the device has no memory even for an empty step")
@@ -303,12 +291,12 @@ class CudaRunner:
     def _keys(self, paths: Sequence[str], sizes: Sequence[int]) -> list[tuple[GraphKey, int]]:
         """Decode steps of up to 1,024 positions, the largest first."""
         bound = min(1024, graph_bound(self.facts.max_length))
-        return [(GraphKey(size, path, self._forms(size, bound)), bound) for path in paths for size in reversed(sizes)]
+        return [(self._decode_keys.key(size, path, bound), bound) for path in paths for size in reversed(sizes)]
 
     def list_decodes(self, paths: Sequence[str]) -> None:
         """Ask for the kernels of decode steps of all sizes, in whatever way kernels are compiled just now."""
-        sizes = [size for size in self._graphs.buckets if size in LISTED or size == self._graphs.limit]
-        for key, bound in self._keys(paths, sizes):
+        listed = self._keys(paths, [n for n in self._graphs.buckets if n in LISTED or n == self._graphs.limit])
+        for key, bound in [*listed, *self._decode_keys.unlike(listed, self._graphs.buckets, self.facts.max_length)]:
             self._decode(key, bound)
 
     @torch.inference_mode()
