@@ -142,7 +142,7 @@ def test_a_quantised_model_that_fits_is_described(monkeypatch: pytest.MonkeyPatc
     """8 billion parameters, in int4 with embeddings in float32, on a machine of 12 GiB."""
     monkeypatch.setattr("tandem.engine.sizing.free_host_bytes", lambda: 12 * GIB)
     settings = {"model": "llama-3.1-8b", "load_format": "random", "device": "cpu"}
-    with pytest.raises(DeviceMemoryError, match="29.92 GiB"):
+    with pytest.raises(DeviceMemoryError, match=r"29\.92 GiB"):
         describe(settings)
     resolved, _ = describe({**settings, "quantize": "int4"})
     assert 5 * GIB < resolved.facts.free_bytes < 6 * GIB

@@ -8,12 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config import Settings
+from tandem.attention.contract import KVCache
+from tandem.attention.reference import ReferenceAttention
+from tandem.config import Facts, Resolved, Settings
 from tandem.errors import DeviceMemoryError
 from tandem.models.named import named_config
-from tandem.models.registry import spec_from_config
+from tandem.models.registry import build, spec_from_config
 from tandem.runner import startup
 from tandem.runner.clock import WINDOW, DeviceClock, Timekeeper
+from tandem.runner.cuda import CudaRunner
 from tandem.runner.graphs import MOST_PADDING, GraphKey, Graphs, Lanes, buckets_up_to, is_uneven
 from tandem.runner.memory import SLACK_BYTES, MemoryFacts, cache_blocks, check_weights
 from tandem.runner.outcome import Drawn
@@ -159,6 +162,77 @@ def test_memory_that_runs_out_while_weights_are_loaded_is_told(monkeypatch):
         startup._load(*args)
     assert "smaller model" in told.value.hint
     assert startup._load(*args).spec is spec
+
+
+def test_state_is_what_a_runner_holds_on_the_device():
+    """131,072 positions, 1,024 rows and depth 3 take as much as the slack; so it counts."""
+    asked = Settings(device="cpu", max_num_seqs=9, max_batch_tokens=80, max_model_len=96, block_size=4, depth=3)
+    spec = spec_from_config(named_config("tiny"))
+    model = build(spec, torch.float32, "cpu", max_length=96)
+    cache = KVCache.allocate(
+        spec.num_layers, 4, 4, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu")
+    )  # fmt: skip
+    runner = CudaRunner(
+        model, cache, ReferenceAttention(), EagerStreams(), num_rows=9, max_length=96, max_tokens=80, depth=3
+    )
+    samplers = runner._sampling.samplers
+    parts = [runner._rows, runner._lanes, samplers, runner, *runner._slots]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for part in parts
+        for name in getattr(part, "__slots__", None) or vars(part)
+        if name not in ("_pinned", "_host_home_R", "_extra")  # the host's
+        and isinstance(tensor := getattr(part, name, None), torch.Tensor)
+    }
+    expected = startup.state_bytes(asked, spec, torch.float32)
+    assert expected == pytest.approx(sum(storages.values()), abs=16 * 3 + 4)
+    large = Settings(device="cpu", max_num_seqs=1024, max_batch_tokens=8192, max_model_len=131072, depth=3)
+    assert startup.state_bytes(large, spec, torch.bfloat16) > SLACK_BYTES
+    less = cache_blocks(facts(), 0.9, 2 << 20, 16) - cache_blocks(facts(state=64 << 20), 0.9, 2 << 20, 16)
+    assert less == 32
+    with pytest.raises(DeviceMemoryError, match="lower max_num_seqs or max_model_len"):
+        cache_blocks(facts(total=24 * GIB, state=5 * GIB), 0.97, 2 << 20, 512)
+
+
+def test_memory_that_runs_out_while_a_runner_is_built_is_told(monkeypatch):
+    """In attention's scratch memory, in the cache, in the state of rows, and as graphs are captured."""
+    asked = Settings(device="cpu", dtype="float32", max_num_seqs=4, max_batch_tokens=16, max_model_len=96)
+    spec = spec_from_config(named_config("tiny"))
+    model = build(spec, torch.float32, "cpu")
+    for target in model.targets().values():
+        target.write(torch.zeros(target.shape))
+    here = torch.device("cpu")
+
+    def runs_out(*args, **options):
+        raise torch.OutOfMemoryError("made up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(startup, "_reserve", runs_out)
+        with pytest.raises(DeviceMemoryError, match="scratch memory for 4 rows"):
+            startup.measure(model, ReferenceAttention(), asked, torch.float32, None)
+
+    allocate = KVCache.allocate
+    patches = {
+        "CudaStreams": lambda device: EagerStreams(), "_load": lambda *_: model, "measure": lambda *_: facts(),
+        "attention_backend": lambda *_, **__: ReferenceAttention(), "open_libraries": lambda *_: None,
+        "finish_compiling": lambda *_: None, "cache_blocks": lambda *_: 8,
+    }  # fmt: skip
+    for name, made in patches.items():
+        monkeypatch.setattr(startup, name, made)
+    for name in ("current_device", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(KVCache, "allocate", lambda *args: allocate(*args[:-1], here))
+    resolved = Resolved(asked, {}, Facts("cuda", "", 1, 0, 96, 0, 1))
+    startup.start(spec, None, resolved).close()
+    for place, name, told in (
+        (KVCache, "allocate", "a KV cache of"), (Lanes, "allocate", "state of 4 rows at depth 2"),
+        (EagerStreams, "pinned", "pinned memory of the host"), (CudaRunner, "_decode", "state of 4 rows"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, runs_out)
+            with pytest.raises(DeviceMemoryError, match=told) as caught:
+                startup.start(spec, None, resolved)
+            assert "lower" in caught.value.hint
 
 
 def test_a_slot_sends_in_one_copy_grows_and_fetches():

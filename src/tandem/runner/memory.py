@@ -18,6 +18,7 @@ class MemoryFacts:
     activations  most that the largest step took on top of them, and attention's scratch memory.
     graphs       what captured decode steps will hold.
     max_tokens   tokens of that largest step.
+    state        rows, lanes and staging memory, which follow from settings; see startup.state_bytes.
     """
 
     total: int
@@ -26,10 +27,11 @@ class MemoryFacts:
     activations: int
     graphs: int
     max_tokens: int
+    state: int = 0
 
     def free_at(self, utilization: float) -> int:
-        """Bytes left for the KV cache: total · utilization - outside - weights - activations - graphs - slack."""
-        taken = self.outside + self.weights + self.activations + self.graphs + SLACK_BYTES
+        """Bytes left for the KV cache: total · utilization, less all that is above and the slack."""
+        taken = self.outside + self.weights + self.activations + self.graphs + self.state + SLACK_BYTES
         return int(self.total * utilization) - taken
 
 
@@ -53,7 +55,8 @@ def cache_blocks(
         raise DeviceMemoryError(
             f"the KV cache would get {_gib(max(free, 0))} and needs at least {_gib(least)} ({least_blocks} blocks): of "
             f"{_gib(facts.total)}, {utilization:.0%} may be used; weights take {_gib(facts.weights)}, the largest "
-            f"step {_gib(facts.activations)}, graphs {_gib(facts.graphs)}, others {_gib(facts.outside)}.",
+            f"step {_gib(facts.activations)}, graphs {_gib(facts.graphs)}, rows {_gib(facts.state)}, others "
+            f"{_gib(facts.outside)}.",
             hint=_lower(facts, utilization, least, f"set kv_cache_memory to at least {least}"),
         )
     return free // block_bytes
@@ -86,6 +89,10 @@ def _lower(facts: MemoryFacts, utilization: float, least: int, otherwise: str) -
         tokens = int(facts.max_tokens * (1.0 - missing / facts.activations) * 0.95)
         lower = f"lower max_batch_tokens from {facts.max_tokens} to {max(tokens, 1)}"
         return f"{lower}; set gpu_memory_utilization to 0.97."
+    if missing < facts.state * 0.9:
+        return (
+            "lower max_num_seqs or max_model_len, which rows' block tables follow; set gpu_memory_utilization to 0.97."
+        )
     return "take a smaller model, or a dtype of fewer bytes; lowering max_num_seqs and max_batch_tokens is not enough."
 
 

@@ -5,7 +5,8 @@ load weights ─► open the libraries ─► wait ─► run the largest step o
 """
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -24,8 +25,10 @@ from tandem.models.registry import build
 from tandem.models.spec import ModelSpec
 from tandem.runner.cuda import CudaRunner
 from tandem.runner.device_sampling import GREEDY, NUMBERS, PLAIN, DeviceSampling
-from tandem.runner.graphs import buckets_up_to
+from tandem.runner.graphs import Lanes, buckets_up_to
 from tandem.runner.memory import MemoryFacts, cache_blocks, check_weights
+from tandem.runner.rows import DeviceRows
+from tandem.runner.slots import most_staging_bytes
 from tandem.runner.streams import CudaStreams
 from tandem.runner.variants import OURS, finish_compiling
 from tandem.weights.load import load
@@ -75,17 +78,23 @@ def start(
         asked = settings.kv_cache_memory if has_asked_cache else None
         num_rows = settings.max_num_seqs or 1
         num_blocks = cache_blocks(facts, settings.gpu_memory_utilization, block_bytes, max(16, num_rows), asked)
-        cache = KVCache.allocate(
-            spec.num_layers, num_blocks, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
-        )
+        with _told(
+            f"a KV cache of {_mib(num_blocks * block_bytes)} does not fit, although so much was free.",
+            "lower gpu_memory_utilization or kv_cache_memory, or free the device of other processes.",
+        ):
+            cache = KVCache.allocate(
+                spec.num_layers, num_blocks, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
+            )
         phase("cache")
-        runner = CudaRunner(
-            model, cache, backend, streams, num_rows=num_rows, max_length=settings.max_model_len or spec.max_length,
-            max_tokens=settings.max_batch_tokens or num_rows, depth=settings.depth,
-            uses_graphs=settings.cuda_graphs, seed=settings.seed, num_tokens=num_tokens, phases_s=phases_s,
-        )  # fmt: skip
+        with _no_room_for_rows(settings, facts):
+            runner = CudaRunner(
+                model, cache, backend, streams, num_rows=num_rows, max_length=settings.max_model_len or spec.max_length,
+                max_tokens=settings.max_batch_tokens or num_rows, depth=settings.depth,
+                uses_graphs=settings.cuda_graphs, seed=settings.seed, num_tokens=num_tokens, phases_s=phases_s,
+            )  # fmt: skip
     if settings.cuda_graphs:
-        runner.warm_up((GREEDY, PLAIN), CAPTURE_S)
+        with _no_room_for_rows(settings, facts):
+            runner.warm_up((GREEDY, PLAIN), CAPTURE_S)
         phase("graphs")
         torch.cuda.empty_cache()  # what the first runs of the captured steps took
     statistics = runner.statistics()
@@ -98,6 +107,37 @@ def start(
     return runner
 
 
+@contextmanager
+def _told(what: str, hint: str) -> Iterator[None]:
+    """Memory that runs out within, the device's or the host's pinned one, becomes a DeviceMemoryError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(what, hint=hint) from error
+
+
+def _no_room_for_rows(settings: Settings, facts: MemoryFacts) -> AbstractContextManager[None]:
+    return _told(
+        f"the state of {settings.max_num_seqs or 1} rows at depth {settings.depth}, {_mib(facts.state)} on the device "
+        "and pinned memory of the host, does not fit beside the KV cache.",
+        "lower max_num_seqs, max_model_len or gpu_memory_utilization.",
+    )
+
+
+def state_bytes(settings: Settings, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """What a runner takes on the device beside weights, cache and steps: tables of rows and lanes, staging memory."""
+    num_rows, max_length = settings.max_num_seqs or 1, settings.max_model_len or spec.max_length
+    max_blocks, nowhere = -(-max_length // settings.block_size) + 1, torch.device("meta")
+    num_lanes = buckets_up_to(num_rows)[-1]
+    lanes = Lanes.allocate(num_lanes, max_blocks, spec.hidden_size, dtype, nowhere)
+    rows = DeviceRows.allocate(num_rows, max_blocks, nowhere)
+    names = set(Lanes.__slots__) - {"numbers", "rows_S", "starts_S", "order_S"}  # the last three are parts of wide_4S
+    tensors: list[torch.Tensor] = [rows.tables_RB, rows.last_R, *(getattr(lanes, name) for name in names)]
+    staging = most_staging_bytes(num_rows, settings.max_batch_tokens or num_rows, max_blocks)
+    sampler = num_rows * 8 * (6 + 3)  # its numbers and integers
+    return sum(tensor.nbytes for tensor in tensors) + settings.depth * (staging + 8 * num_lanes) + sampler
+
+
 def _load(
     spec: ModelSpec, source: ModelSource, settings: Settings, dtype: torch.dtype, device: torch.device,
     has_asked_cache: bool,
@@ -108,20 +148,13 @@ def _load(
     weights = spec.num_parameters * dtype.itemsize
     known = MemoryFacts(total, total - free - held, weights, activations=0, graphs=0, max_tokens=1)
     check_weights(known, 1.0 if has_asked_cache else settings.gpu_memory_utilization)
-    try:
-        model = build(
-            spec,
-            dtype,
-            device,
-            linear=linear_scheme(settings.quantize, device, settings.deterministic),
-            max_length=settings.max_model_len,
-        )
+    with _told(
+        f"loading the weights takes more than {_mib(weights)}; the device had {_mib(free)} of {_mib(total)} free.",
+        "take a smaller model, a dtype of fewer bytes, or free the device of other processes.",
+    ):
+        scheme = linear_scheme(settings.quantize, device, settings.deterministic)
+        model = build(spec, dtype, device, linear=scheme, max_length=settings.max_model_len)
         load(cast(Any, model), source, seed=settings.seed)
-    except torch.OutOfMemoryError as error:
-        raise DeviceMemoryError(
-            f"loading the weights takes more than {_mib(weights)}; the device had {_mib(free)} of {_mib(total)} free.",
-            hint="take a smaller model, a dtype of fewer bytes, or free the device of other processes.",
-        ) from error
     return model
 
 
@@ -152,14 +185,23 @@ def measure(
     """Run the largest step once on made-up tokens and see what it takes. Raises DeviceMemoryError."""
     device, spec = model.embedding_VE.device, model.spec
     max_tokens, num_rows = settings.max_batch_tokens or 1, settings.max_num_seqs or 1
-    sampling = DeviceSampling(1, spec.num_logits, device, 0, num_tokens)
-    cache = KVCache.allocate(spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
-    scratch_bytes = _reserve(backend, settings, spec, dtype)
+    with _told(
+        f"attention's scratch memory for {num_rows} rows does not fit beside the weights.",
+        "lower max_num_seqs or max_model_len, or take a smaller model or a dtype of fewer bytes.",
+    ):
+        sampling = DeviceSampling(1, spec.num_logits, device, 0, num_tokens)
+        cache = KVCache.allocate(
+            spec.num_layers, 2, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
+        )  # fmt: skip
+        scratch_bytes = _reserve(backend, settings, spec, dtype)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    try:
+    with _told(
+        f"a step of {max_tokens} tokens does not fit beside the weights.",
+        f"lower max_batch_tokens, say to {max(max_tokens // 4, 1)}.",
+    ):
         hidden_RE = model(_largest_batch(spec, settings, max_tokens, num_rows, device), cache, backend)
         step = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.reset_peak_memory_stats(device)
@@ -169,11 +211,6 @@ def measure(
         copies = [torch.empty_like(logits_RV) for _ in range(3)]  # what penalties and masks take
         sampled = torch.cuda.max_memory_allocated(device) - before
         del copies, logits_RV, hidden_RE, numbers
-    except torch.OutOfMemoryError as error:
-        raise DeviceMemoryError(
-            f"a step of {max_tokens} tokens does not fit beside the weights.",
-            hint=f"lower max_batch_tokens, say to {max(max_tokens // 4, 1)}.",
-        ) from error
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -185,6 +222,7 @@ def measure(
         activations=max(step, sampled) + scratch_bytes,
         graphs=(sampled + num_graphs * GRAPH_BYTES) if num_graphs else 0,
         max_tokens=max_tokens,
+        state=state_bytes(settings, spec, dtype),
     )
 
 
