@@ -131,8 +131,8 @@ class StepPlan:
     num_decodes   how many of the spans, at the front, carry one token.
     steady        the spans are the last plan's, each one token further: nothing joined, left, moved or was copied;
                   only blocks may be new. A runner may then advance its own rows and copy nothing else.
-    preempted     requests that lost their row, for want of blocks or because what they began with was never computed, for
-                  observers.
+    preempted     requests that lost their row, for want of blocks or because what they began with was never computed;
+                  for observers.
     held          why the first waiting request did not join, for observers: rows, tokens, blocks; "": none waits.
     """
 
