@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +145,13 @@ def test_c10_rounds_of_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch) ->
         served.canary()
 
 
+def wait_for(come: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not come():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
 def body_of(path: str, text: str, **fields) -> dict:
     if path == COMPLETIONS:
         return {"prompt": text, "max_tokens": 4, **fields}
@@ -165,12 +172,10 @@ def test_the_smaller_priority_goes_first(path: str) -> None:
 
         with ThreadPoolExecutor(5) as pool:
             pool.submit(served.post, COMPLETIONS, body)
+            wait_for(lambda: served.statistics()["requests"] == 1)  # else the first of the others may come before it
             for place, priority in enumerate((3, 2, -1, 7)):
                 pool.submit(ask, priority)
-                deadline_s = time.monotonic() + 5
-                while served.statistics()["requests"] < place + 2:
-                    assert time.monotonic() < deadline_s
-                    time.sleep(0.005)
+                wait_for(lambda: served.statistics()["requests"] >= place + 2)
         assert ended == [-1, 2, 3, 7]
         served.at_rest()
 
