@@ -175,7 +175,7 @@ def test_the_smaller_priority_goes_first(path: str) -> None:
             wait_for(lambda: served.statistics()["requests"] == 1)  # else the first of the others may come before it
             for place, priority in enumerate((3, 2, -1, 7)):
                 pool.submit(ask, priority)
-                wait_for(lambda: served.statistics()["requests"] >= place + 2)
+                wait_for(lambda num=place + 2: served.statistics()["requests"] >= num)
         assert ended == [-1, 2, 3, 7]
         served.at_rest()
 
