@@ -222,26 +222,16 @@ def _object_of(text: str, where: str, way: CallWay) -> Any:
             "name by name.",
             param="messages", hint="send a JSON object, as '{\"city\": \"Rome\"}', or leave the call out.",
         )  # fmt: skip
-    if _SURROGATE.search(text) and _holds_half_pair(value):
-        raise RequestError(
-            f"{where} is {text!r:.80}, which names half of a surrogate pair alone: that is no character, and no text "
-            "can hold it.",
-            param="messages", hint="write both halves, as \\ud83d\\ude00, or \\ufffd in its place.",
-        )  # fmt: skip
-    return value
+    return _without_half_pairs(value) if _SURROGATE.search(text) else value
 
 
-def _holds_half_pair(value: Any) -> bool:
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, str) and _HALF_PAIR.search(part):
-            return True
-        if isinstance(part, Mapping):
-            waiting += [*part, *part.values()]
-        elif isinstance(part, list):
-            waiting += part
-    return False
+def _without_half_pairs(value: Any) -> Any:
+    """The same with U+FFFD for each half of a surrogate pair: a model may name one alone, and no text can hold it."""
+    if isinstance(value, str):
+        return _HALF_PAIR.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {_without_half_pairs(name): _without_half_pairs(part) for name, part in value.items()}
+    return [_without_half_pairs(part) for part in value] if isinstance(value, list) else value
 
 
 def arguments_of(text: str) -> Any:
