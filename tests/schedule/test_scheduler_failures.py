@@ -69,6 +69,7 @@ def test_who_shares_a_prompt_that_was_left_out_computes_it_anew(depth: int, end:
     for name, tokens in (("b", longer), ("c", [*longer, 6]), ("d", longer)):
         assert answers[name].tokens == alone(request(name, tokens, 6)).tokens
         assert answers[name].finish == "length"
+    assert answers["b"].cached == 0, "told as cached, and computed"
     comes_home(drive)
 
 

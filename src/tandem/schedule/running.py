@@ -184,6 +184,7 @@ class Running:
     def put_back(self, progress: Progress) -> None:
         """Its blocks are not to be trusted: as if preempted. What it is owed must not be handed to it (undo.py)."""
         self.num_ending -= progress.status is Status.ENDING
+        progress.cached = -1  # it was not; told with its first token
         self._send_back(progress, forget=True)
 
     def _send_back(self, progress: Progress, *, forget: bool) -> None:
