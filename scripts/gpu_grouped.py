@@ -100,20 +100,22 @@ def measure(model: str, num_tokens: int, sweep: bool) -> None:
     ends = [spread(num_tokens, num_experts, chosen) for _ in range(ROUNDS)]
     for what, size, outs, activation in (("gate_up", hidden, 2 * inner, "silu"), ("down", inner, hidden, None)):
         weight = torch.randn(num_experts, outs, size, device="cuda", dtype=torch.bfloat16) * size**-0.5
-        rows = torch.randn(num_tokens * chosen, size, device="cuda", dtype=torch.bfloat16)
+        rows = torch.randn(num_tokens * (1 if activation else chosen), size, device="cuda", dtype=torch.bfloat16)
         tag = f"{model} {what} T{num_tokens}"
-        ours = partial(grouped_triton.grouped_triton, rows, weight, activation=activation)
+        tokens_A = torch.randperm(num_tokens * chosen, device="cuda").int() // chosen if activation else None
+        ours = partial(grouped_triton.grouped_triton, rows, weight, activation=activation, tokens_A=tokens_A)
 
         def library(
-            ends_X: Tensor, rows: Tensor = rows, weight: Tensor = weight, is_gated: bool = bool(activation)
+            ends_X: Tensor, rows: Tensor = rows, weight: Tensor = weight, tokens_A: Tensor | None = tokens_A
         ) -> Tensor:
-            product = grouped_torch(rows, weight, ends_X)
-            return gated(product, "silu") if is_gated else product
+            if tokens_A is None:
+                return grouped_torch(rows, weight, ends_X)
+            return gated(grouped_torch(rows[tokens_A], weight, ends_X), "silu")
 
         if num_tokens <= 64:
-            first = ends[0][0].tolist()
+            first, sorted_rows = ends[0][0].tolist(), rows if tokens_A is None else rows[tokens_A]
             want = torch.cat([
-                rows[begin:end].double() @ weight[group].double().T
+                sorted_rows[begin:end].double() @ weight[group].double().T
                 for group, (begin, end) in enumerate(zip([0, *first], first, strict=False)) if end > begin
             ])  # fmt: skip
             if activation:
@@ -148,7 +150,8 @@ def compile_share(number: int, num_shares: int) -> None:
                         for shape in ((16, size), (num_experts, outs, size))
                     )
                     ends_X = torch.empty(num_experts, dtype=torch.int32, device="meta")
-                    grouped_triton.grouped_triton(rows, weight, ends_X, activation)
+                    tokens_A = torch.empty(16, dtype=torch.int32, device="meta") if activation else None
+                    grouped_triton.grouped_triton(rows, weight, ends_X, activation, tokens_A)
 
 
 def main() -> None:

@@ -4,10 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.kernels.attention_form import decode_form, graph_bound
+from tandem.kernels.launch import Target
 
 
-def form(num_spans, max_length=2048, is_uneven=False, head_dim=128, item_bytes=2):
-    return decode_form(num_spans, max_length, 8, head_dim, item_bytes, 132, is_uneven)
+def form(num_spans, max_length=2048, is_uneven=False, head_dim=128, item_bytes=2, group=4, capability=(9, 0)):
+    return decode_form(num_spans, max_length, 8, group, head_dim, item_bytes, Target(capability, 132), is_uneven)
 
 
 def test_splits_follow_batch_and_length():
@@ -27,6 +28,8 @@ def test_sixteen_to_thirty_two_even_spans_have_many_thin_programs():
         assert form(num_spans) == (splits, 32, 1, 3, True, False)
         assert form(num_spans, is_uneven=True)[1:3] == (64, 2)
         assert form(num_spans, head_dim=64)[1:3] == (128, 2) and form(num_spans, item_bytes=4).num_warps == 2
+        for other in ({"group": 17}, {"capability": (8, 0)}, {"capability": (10, 0)}):
+            assert form(num_spans, **other)[1:3] == (64, 2), "not measured, or too many query heads for one warp"
 
 
 def test_programs_that_are_alike_have_one_warp_where_that_fills_their_last_wave():

@@ -202,6 +202,36 @@ def test_deterministic_decode_of_few_and_many_equals_prefill_on_a_card(dtype, sh
         assert torch.equal(got, want.repeat(copies, 1, 1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_uneven", [False, True])
+@pytest.mark.parametrize("num_spans", [1, 4, 8, 16, 24, 32, 40, 96, 200])
+def test_every_form_of_a_decode_on_a_card(dtype, is_uneven, num_spans):
+    lengths = torch.randint(1, 700, (num_spans,), generator=torch.Generator().manual_seed(num_spans)).tolist()
+    queries, keys, values, batch, asked = case((16, 8, 128, 16, None, None), [(1, length) for length in lengths])
+    batch.is_uneven, batch.order_S = is_uneven, batch.lengths_S.argsort(descending=True)
+    queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
+    backend, want = TritonAttention(torch.device(DEVICE)), slow(queries, keys, values, batch, asked)
+    for _ in range(2):
+        out = backend.attend(queries, keys, values, batch, asked).double()
+        assert out.isfinite().all() and (out - want).norm() / want.norm() < 6e-3
+    assert not backend.scratch.tickets.any()
+
+
+@pytest.mark.parametrize(("num_spans", "max_length", "window"), [(3, 90, None), (1, 400, 40), (9, 200, 20)])
+def test_deterministic_programs_are_as_many_as_a_window_needs(num_spans, max_length, window):
+    from tandem.kernels.attention_invariant import invariant_form
+
+    def chunk(position):
+        return position // 32 if position < 64 else 2 + (position - 64) // 64
+
+    form = invariant_form(num_spans, max_length, torch.empty(3, 16, 2, 64), 2, window)
+    for length in range(1, max_length + 1):
+        first = 0 if window is None else max(length - window, 0) // form.tile * form.tile
+        touched = {chunk(position) for position in range(first, length)}
+        assert len(touched) <= form.num_chunks
+
+
 @pytest.mark.parametrize("spans", [[(37, 37), (20, 20)], [(48, 48)], [(1, 9), (1, 30), (37, 37), (20, 20)]])
 def test_whole_prompts_by_the_library(spans, monkeypatch):
     from tandem.kernels import attention_library as library

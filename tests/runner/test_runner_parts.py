@@ -140,9 +140,10 @@ def test_weights_that_leave_no_room_are_told_of_before_they_are_loaded():
     check_weights(known, 0.97)
     with pytest.raises(DeviceMemoryError, match=r"weights take 70.00 GiB: of 80.00 GiB, 80%") as caught:
         check_weights(known, 0.8)
-    check_weights(known, float(caught.value.hint.split("to ")[-1].rstrip(".")))
-    with pytest.raises(DeviceMemoryError, match="smaller model"):
-        check_weights(facts(weights=131 * GIB, activations=0, graphs=0), 0.9)
+    check_weights(known, float(caught.value.hint.split("above ")[1].split(",")[0]) + 0.01)
+    assert "free the device" not in caught.value.hint
+    with pytest.raises(DeviceMemoryError, match=r"smaller model.* or free the device of the 45.00 GiB"):
+        check_weights(facts(weights=40 * GIB, outside=45 * GIB, activations=0, graphs=0), 0.9)
 
 
 def test_memory_that_runs_out_while_weights_are_loaded_is_told(monkeypatch):

@@ -33,18 +33,21 @@ class Noting(Executor):
 
 spec = spec_from_config(named_config(sys.argv[1]))
 dtype = getattr(torch, sys.argv[3])
+rows, longest = map(int, sys.argv[4:6])
 settings = Settings(
-    dtype=sys.argv[3], max_model_len=512, max_num_seqs=100, max_batch_tokens=1024, deterministic=sys.argv[2] == "exact",
-    depth=2,
+    dtype=sys.argv[3], max_model_len=longest, max_num_seqs=rows, max_batch_tokens=1024, depth=2,
+    deterministic=sys.argv[2] == "exact",
 )  # fmt: skip
 with planning(Target((9, 0), 132)), compile_ahead(Noting()), torch.inference_mode():
     variants.list_kernels(spec, settings)
     listed = list(asked)
     place = torch.device("meta")
     scheme = linear_scheme(None, place, settings.deterministic)
-    model = build(variants._few_layers(spec), dtype, place, linear=scheme, max_length=512)
+    model = build(variants._few_layers(spec), dtype, place, linear=scheme, max_length=longest)
     backend = TritonAttention(place, settings.deterministic)
     for first, others, params in ((3, [7], 0), (33, [1, 70, 120], 0), (64, [512, 300], 1), (17, [5] * 40, 1)):
+        if len(others) >= rows:
+            continue
         runner = variants._runner(model, backend, settings, dtype, None)
         runner.submit(variants._prompts(0, [first], variants.WAYS[params]))
         runner = variants._runner(model, backend, settings, dtype, None)
@@ -54,7 +57,7 @@ with planning(Target((9, 0), 132)), compile_ahead(Noting()), torch.inference_mod
     for key, bound in runner._keys(("greedy", "plain", "general"), runner._graphs.buckets):
         runner._decode(key, bound)
     for size in runner._graphs.buckets:
-        for bound in (256, 512):
+        for bound in (256, 2048, 8192)[:3 if longest > 512 else 1]:
             for is_uneven in (False, True):
                 runner._decode(runner._decode_keys.key(size, "greedy", bound, is_uneven), bound)
 print(len(listed), sorted(set(listed)))
@@ -73,9 +76,15 @@ def listed_and_others(folder, *arguments):
     return done.stdout.strip().splitlines()
 
 
-@pytest.mark.parametrize(("model", "how"), [("llama-3.1-8b", "quick"), ("qwen3-0.6b", "exact")])
-def test_steps_of_other_sizes_need_no_kernel_that_was_not_listed(model, how, tmp_path):
-    listed, others = listed_and_others(tmp_path, model, how, "bfloat16")
+@pytest.mark.parametrize(
+    ("model", "how", "rows", "longest"),
+    [
+        ("llama-3.1-8b", "quick", 100, 512), ("qwen3-0.6b", "exact", 64, 512), ("qwen3-0.6b", "quick", 256, 8192),
+        ("qwen3-0.6b", "exact", 8, 8192), ("mistral-7b", "exact", 40, 8192),
+    ],
+)  # fmt: skip
+def test_steps_of_other_sizes_need_no_kernel_that_was_not_listed(model, how, rows, longest, tmp_path):
+    listed, others = listed_and_others(tmp_path, model, how, "bfloat16", str(rows), str(longest))
     for name in ("_advance", "_decide", "_finish", "_grow", "_norm", "_prefill", "_rope", "_spread", "_stretch"):
         assert f"'{name}_kernel'" in listed
     assert others == "[] False False"  # nor is a solver imported, which takes longer than all of the listing
@@ -90,6 +99,6 @@ def test_steps_of_other_sizes_need_no_kernel_that_was_not_listed(model, how, tmp
     ],
 )  # fmt: skip
 def test_mixtures_are_listed_in_every_dtype(model, how, dtype, tmp_path):
-    listed, others = listed_and_others(tmp_path, model, how, dtype)
+    listed, others = listed_and_others(tmp_path, model, how, dtype, "64", "512")
     assert all(f"'_{name}_kernel'" in listed for name in ("choose", "combine", "grouped", "place"))
     assert others.startswith("[] False ")

@@ -1,11 +1,13 @@
 """Attention by tandem's own Triton kernels. It knows the contract and which kernel takes which spans."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tandem.attention.contract import AttentionShape, Batch
-from tandem.kernels.attention_form import DecodeForm, decode_form, graph_bound
-from tandem.kernels.launch import num_multiprocessors
+from tandem.kernels.attention_form import decode_form, graph_bound
+from tandem.kernels.launch import target_or_h200
 
 
 class TritonAttention:
@@ -47,7 +49,7 @@ class TritonAttention:
                 for num_chunks in range(1, most_chunks(bound) + 1)
             )
         else:
-            cache = num_kv_heads, shape.head_dim, item_bytes, num_multiprocessors(self.device)
+            cache = num_kv_heads, group, shape.head_dim, item_bytes, target_or_h200(self.device)
             largest = max(
                 count * decode_form(count, bound, *cache, is_uneven).num_splits
                 for count in range(1, num_spans + 1)
@@ -70,12 +72,19 @@ class TritonAttention:
         return out_THD
 
     def decode_form(
-        self, num_decodes: int, max_length: int, keys_NPKD: Tensor, is_uneven: bool = False
-    ) -> DecodeForm:  # fmt: skip
-        """How a decode step is launched; part of the key of a captured graph."""
-        (num_kv_heads, head_dim), item_bytes = keys_NPKD.shape[2:], keys_NPKD.element_size()
-        num_processors = num_multiprocessors(self.device)
-        return decode_form(num_decodes, max_length, num_kv_heads, head_dim, item_bytes, num_processors, is_uneven)
+        self, num_decodes: int, max_length: int, keys_NPKD: Tensor, shape: AttentionShape, is_uneven: bool = False
+    ) -> Any:
+        """How a decode step is launched for layers of this shape; part of the key of a captured graph."""
+        group = shape.num_heads // shape.num_kv_heads
+        if self.deterministic:
+            from tandem.kernels.attention_invariant import invariant_form
+
+            return invariant_form(num_decodes, max_length, keys_NPKD, group, shape.window)
+        longest, item_bytes = min(max_length, shape.window or max_length), keys_NPKD.element_size()
+        return decode_form(
+            num_decodes, longest, shape.num_kv_heads, group, shape.head_dim, item_bytes, target_or_h200(self.device),
+            is_uneven,
+        )  # fmt: skip
 
     def _decode(
         self, queries_THD: Tensor, keys_NPKD: Tensor, values_NPKD: Tensor, batch: Batch, shape: AttentionShape,
@@ -92,8 +101,7 @@ class TritonAttention:
                 shape.scale, shape.window, shape.softcap,
             )  # fmt: skip
             return
-        longest = min(batch.max_length, shape.window or batch.max_length)
-        form = self.decode_form(num, longest, keys_NPKD, batch.is_uneven)
+        form = self.decode_form(num, batch.max_length, keys_NPKD, shape, batch.is_uneven)
         decode_attention(
             queries_THD, keys_NPKD, values_NPKD, tables_SB, lengths_S, out_THD, self.scratch, shape.scale,
             form.num_splits, shape.window, shape.softcap, form.num_warps, form.num_stages, form.tile,

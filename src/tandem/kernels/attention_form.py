@@ -6,7 +6,7 @@ It knows numbers alone; the kernel is in attention_decode.py.
 import math
 from typing import NamedTuple
 
-from tandem.kernels.launch import next_power_of_2, reads_ahead
+from tandem.kernels.launch import Target, next_power_of_2, reads_ahead
 
 MOST_SPLITS = 64
 SHORTEST_BOUND = 256  # tokens; graphs are captured for powers of two, this one first
@@ -41,11 +41,15 @@ class DecodeForm(NamedTuple):
 
 
 def decode_form(
-    num_spans: int, max_length: int, num_kv_heads: int, head_dim: int, item_bytes: int, num_multiprocessors: int,
+    num_spans: int, max_length: int, num_kv_heads: int, group: int, head_dim: int, item_bytes: int, target: Target,
     is_uneven: bool = False,
 ) -> DecodeForm:  # fmt: skip
-    """The form for spans of at most max_length tokens; is_uneven: some are much longer than others."""
+    """The form for spans of at most max_length tokens; is_uneven: some are much longer than others.
+
+    group: query heads a KV head; item_bytes: of the cache's dtype.
+    """
     tile, num_groups = tile_size(head_dim, item_bytes), num_spans * num_kv_heads
+    num_multiprocessors = target.num_multiprocessors
     usual = num_splits_for(num_groups, max_length, tile, num_multiprocessors)
     splits = num_splits_for(num_groups, max_length, tile, num_multiprocessors, is_uneven)
     # Looking up the longest span takes half a microsecond, which few spans do not earn back.
@@ -53,7 +57,8 @@ def decode_form(
     if form.ahead and num_spans <= 4:
         has_one_tile = splits < num_splits_for(num_groups, 1 << 30, tile, num_multiprocessors)
         return form._replace(num_warps=4, num_stages=1) if has_one_tile else form
-    if is_uneven or head_dim != 128 or item_bytes != 2:
+    is_measured = target.capability[0] == 9 and head_dim == 128 and item_bytes == 2 and group <= 16
+    if is_uneven or not is_measured:  # one warp has no registers for more query heads
         return form
     if form.ahead:
         return form._replace(num_splits=min(2 * splits, MOST_SPLITS), tile=tile // 2, num_warps=1, by_length=False)

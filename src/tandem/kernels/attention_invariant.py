@@ -12,6 +12,8 @@ others, or in a prompt. A tile of few rows in one warp adds up a row as a warp o
 # mypy: ignore-errors
 # (Triton's decorator and builtins carry no types.)
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, nothing_yet
 from tandem.kernels.attention_prefill import LONG, NEAR, SHORT, chunk_begin, chunk_of, fold_tiles, merge, shape_for
-from tandem.kernels.launch import interpreted, next_power_of_2, options, start, target_of
+from tandem.kernels.launch import interpreted, next_power_of_2, options, start, target_or_h200
 
 SCRATCH_BYTES = 64 << 20  # for the chunks of a launch; more spans than fit are attended in several launches
 TOGETHER = tl.constexpr(8)  # chunks whose loads are in flight together when they are merged
@@ -117,11 +119,10 @@ def invariant_decode_attention(
     """
     num_spans, (num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[2:]
     group = queries_THD.shape[1] // num_kv_heads
-    num_chunks = most_chunks(max_length)
+    num_chunks, rows, tile, num_warps, num_stages = invariant_form(num_spans, max_length, keys_NPKD, group, window)
     most = spans_at_once(num_chunks, queries_THD.shape[1], head_dim)
     if num_chunks > 1:
         scratch.reserve(min(num_spans, most) * num_kv_heads, num_chunks, group, head_dim)
-    rows, tile, num_warps, num_stages = _shape_for(keys_NPKD, group, num_spans * num_kv_heads * num_chunks)
     for first in range(0, num_spans, most):
         part = slice(first, first + most)
         start(_chunk_kernel, (num_kv_heads, len(lengths_S[part]), num_chunks),
@@ -135,25 +136,46 @@ def invariant_decode_attention(
         )  # fmt: skip
 
 
-def _shape_for(keys_NPKD: Tensor, group: int, num_programs: int) -> tuple[int, int, int, int]:
-    """(rows, tile, warps, stages). Tiles are prefill's, on which sums depend; stages are free.
+class InvariantForm(NamedTuple):
+    """All that is chosen for a launch, and that a captured graph bakes in: how many chunks a span has at most, query
+    rows of a tile, its tokens, and the program's warps and stages."""
+
+    num_chunks: int
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def kernel(self) -> "InvariantForm":
+        """The same for all forms that one compiled kernel does."""
+        return self._replace(num_chunks=0)
+
+
+def invariant_form(
+    num_spans: int, max_length: int, keys_NPKD: Tensor, group: int, window: int | None = None
+) -> InvariantForm:  # fmt: skip
+    """Tiles are prefill's, on which sums depend; stages are free. group: query heads a KV head.
 
     Where programs wait for each other anyway one warp of 16 rows does as much as four of 64, most of which are empty.
     """
+    num_kv_heads, head_dim = keys_NPKD.shape[2:]
     rows, tile, num_warps, _ = shape_for(keys_NPKD, group, True)
-    if interpreted() or keys_NPKD.element_size() == 4 or keys_NPKD.shape[3] > 128:
-        return rows, tile, num_warps, 1
-    target = target_of(keys_NPKD.device)
-    is_few = target is None or num_programs <= 4 * target.num_multiprocessors
+    num_chunks = most_chunks(max_length, window, tile)
+    if interpreted() or keys_NPKD.element_size() == 4 or head_dim > 128:
+        return InvariantForm(num_chunks, rows, tile, num_warps, 1)
+    target = target_or_h200(keys_NPKD.device)
+    is_few = num_spans * num_kv_heads * num_chunks <= 4 * target.num_multiprocessors
     if is_few or group > 16 or target.capability[0] != 9:  # elsewhere it is not known to add up alike
-        return rows, tile, num_warps, 3
-    return 16, tile, 1, 3
+        return InvariantForm(num_chunks, rows, tile, num_warps, 3)
+    return InvariantForm(num_chunks, 16, tile, 1, 3)
 
 
-def most_chunks(max_length: int) -> int:
-    """Chunks of a span of so many positions, one at least."""
+def most_chunks(max_length: int, window: int | None = None, tile: int = 1) -> int:
+    """Chunks of so many positions, one at least; of those in a window that begins with a tile, if there is one."""
     near, far = min(max_length, NEAR), max(max_length - NEAR, 0)
-    return max(-(-near // SHORT) + -(-far // LONG), 1)
+    count = max(-(-near // SHORT) + -(-far // LONG), 1)
+    return count if window is None else min(count, NEAR // SHORT + (window + tile) // LONG + 2)
 
 
 def spans_at_once(num_chunks: int, num_heads: int, head_dim: int) -> int:

@@ -52,10 +52,14 @@ def target_of(device: torch.device) -> Target | None:
 
 
 @cache
+def target_or_h200(device: torch.device) -> Target:
+    """The facts of a device, or an H200's where there is none, so that choices can be tested."""
+    return target_of(device) or Target((9, 0), 132)
+
+
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; an H200's 132 where there is none, so that choices can be tested."""
-    target = target_of(device)
-    return 132 if target is None else target.num_multiprocessors
+    """Streaming multiprocessors of a device; see target_or_h200."""
+    return target_or_h200(device).num_multiprocessors
 
 
 @cache
@@ -251,5 +255,5 @@ class _Planned:
 
 
 def _forget() -> None:
-    for known in (num_multiprocessors, has_dependent_launch, has_streams):
+    for known in (target_or_h200, has_dependent_launch, has_streams):
         known.cache_clear()

@@ -47,7 +47,7 @@ def route_torch(scores_TX: Tensor, num_chosen: int, normalise: bool) -> Routing:
 def route(scores_TX: Tensor, num_chosen: int, normalise: bool) -> Routing:
     """See route_torch. On a GPU the lower expert wins among equals.
 
-    Scores that are not finite make that token's weights NaN, as in torch; its experts are some of those there are.
+    A score that is NaN or +infinite makes that token's weights NaN, as in torch; its experts are some that there are.
     """
     if not runs_triton(scores_TX):
         return route_torch(scores_TX, num_chosen, normalise)

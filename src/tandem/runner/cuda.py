@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.attention.contract import AttentionBackend, KVCache
+from tandem.attention.contract import AttentionBackend, AttentionShape, KVCache
 from tandem.config import Resolved
 from tandem.kernels.attention_form import graph_bound
 from tandem.kernels.step import advance, finish, spread
@@ -77,7 +77,7 @@ class CudaRunner:
         self._num_submitted = self._num_collected = self._num_failed = 0
         self._num_lanes_run = self._num_lanes_padded = 0
         self._path, self._is_uneven = GREEDY, False
-        self._decode_keys = DecodeKeys(backend, cache.keys[0], _windows(model.spec))
+        self._decode_keys = DecodeKeys(backend, cache.keys[0], _shapes(model.spec))
 
     @classmethod
     def create(
@@ -329,6 +329,6 @@ class CudaRunner:
         }
 
 
-def _windows(spec: Any) -> tuple[int | None, ...]:
-    """The distinct windows of the model's layers."""
-    return tuple(dict.fromkeys(spec.attention_shape(layer).window for layer in range(spec.num_layers)))
+def _shapes(spec: Any) -> tuple[AttentionShape, ...]:
+    """The distinct shapes of attention in the model's layers."""
+    return tuple(dict.fromkeys(spec.attention_shape(layer) for layer in range(spec.num_layers)))

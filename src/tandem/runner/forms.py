@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.attention.contract import AttentionShape
 from tandem.kernels.attention_form import graph_bound
 from tandem.runner.graphs import GraphKey
 
@@ -13,12 +14,12 @@ from tandem.runner.graphs import GraphKey
 class DecodeKeys:
     """The keys of a runner's decode steps. A backend without decode_form bakes in the bound on lengths itself.
 
-    windows   the distinct ones of the model's layers; None: all that was cached.
+    shapes   the distinct ones of the model's layers.
     """
 
-    def __init__(self, backend: Any, keys_NPKD: Tensor, windows: Sequence[int | None]) -> None:
-        self._form = None if getattr(backend, "deterministic", False) else getattr(backend, "decode_form", None)
-        self._keys_NPKD, self._windows = keys_NPKD, windows
+    def __init__(self, backend: Any, keys_NPKD: Tensor, shapes: Sequence[AttentionShape]) -> None:
+        self._form = getattr(backend, "decode_form", None)
+        self._keys_NPKD, self._shapes = keys_NPKD, shapes
         self._known: dict[tuple[int, int, bool], tuple[Any, ...]] = {}
 
     def key(self, size: int, path: str, bound: int, is_uneven: bool = False) -> GraphKey:
@@ -43,8 +44,7 @@ class DecodeKeys:
         if found is None:
             found = (bound,)
             if self._form is not None:
-                lengths = (min(bound, window or bound) for window in self._windows)
-                found = tuple(self._form(size, length, self._keys_NPKD, is_uneven) for length in lengths)
+                found = tuple(self._form(size, bound, self._keys_NPKD, shape, is_uneven) for shape in self._shapes)
             self._known[size, bound, is_uneven] = found
         return found
 

@@ -67,12 +67,17 @@ def check_weights(known: MemoryFacts, utilization: float) -> None:
 
     known   with no activations and no graphs: these come on top and are not measured yet.
     """
-    if known.free_at(utilization) > 0:
+    missing = -known.free_at(utilization)
+    if missing < 0:
         return
+    needed = utilization + missing / known.total
+    more = f"raise gpu_memory_utilization above {needed:.2f}, for the largest step and the KV cache come on top"
+    less = "take a smaller model, or a dtype of fewer bytes"
+    free = f", or free the device of the {_gib(known.outside)} that others hold" if known.outside > 1 << 30 else ""
     raise DeviceMemoryError(
-        f"the weights take {_gib(known.weights)}: of {_gib(known.total)}, {utilization:.0%} may be used, and others "
-        f"hold {_gib(known.outside)}.",
-        hint=_lower(known, utilization, 1, ""),
+        f"the weights take {_gib(known.weights)}: of {_gib(known.total)}, {utilization:.0%} may be used, others hold "
+        f"{_gib(known.outside)}, and {_gib(SLACK_BYTES)} are kept for what grows.",
+        hint=f"{more if needed < 0.96 else less}{free}.",
     )
 
 

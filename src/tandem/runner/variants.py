@@ -20,6 +20,7 @@ from tandem.kernels.compiling import Compiling, compile_in_processes
 from tandem.kernels.grouped import FEW_ROWS
 from tandem.kernels.launch import compile_ahead, planning, target_of
 from tandem.layers.linear import linear_scheme
+from tandem.layers.mixture import Mixture
 from tandem.models.decoder import Decoder
 from tandem.models.registry import build
 from tandem.models.spec import ModelSpec
@@ -81,10 +82,8 @@ def list_kernels(spec: ModelSpec, settings: Settings, num_tokens: int | None = N
     most, num_rows = settings.max_batch_tokens or 1, settings.max_num_seqs or 1
     _runner(model, backend, settings, dtype, num_tokens).list_decodes((GREEDY, PLAIN))  # first: they take longest
     longest = min(settings.max_model_len or spec.max_length, most, LONGEST)
-    counts = [*PROMPTS]
-    if spec.mixture is not None:  # the fewest tokens for larger tiles, which the largest step may be beyond
-        counts.append(FEW_ROWS * spec.mixture.num_experts // spec.mixture.num_chosen + 1)
-    for lengths in ([longest] * min(most // longest, num_rows), *([min(count, longest)] for count in counts)):
+    _list_mixtures(model, most)
+    for lengths in ([longest] * min(most // longest, num_rows), *([min(count, longest)] for count in PROMPTS)):
         for params in WAYS:
             runner = _runner(model, backend, settings, dtype, num_tokens)
             runner.submit(_prompts(0, lengths, params))
@@ -96,6 +95,15 @@ def list_kernels(spec: ModelSpec, settings: Settings, num_tokens: int | None = N
         runner = _runner(model, backend, settings, dtype, num_tokens)
         runner.submit(_prompts(0, [1], WAYS[0]))
         runner.submit(_prompts(1, [min(40, longest, most - 1)], WAYS[0], decode=True))
+
+
+def _list_mixtures(model: Decoder, most: int) -> None:
+    """Experts' products of few rows each, of more, and of as many tokens as a step may have, whatever its prompts."""
+    for layer in (block.feed_forward for block in model.blocks):
+        if isinstance(layer, Mixture):
+            more = FEW_ROWS * layer.num_experts // layer.num_chosen + 1
+            for count in (1, min(more, most), most):
+                layer(model.embedding_VE.new_empty((count, model.spec.hidden_size)))
 
 
 def _few_layers(spec: ModelSpec) -> ModelSpec:
