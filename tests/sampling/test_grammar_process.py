@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import threading
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -69,9 +70,12 @@ def test_c26_compile_time_is_bounded(begin):
     time.sleep(0.2)
     assert accepts(begin("beside").result(10), "beside")
     assert not burning.done() and len(children()) >= 2
-    over = r"longer than 0\.7 s of processor time.*\n.*simpler|could not be compiled in time"  # on a busy machine
-    with pytest.raises(RequestError, match=over):
-        burning.result(20)
+    for _ in range(6):  # on a busy machine its time may be over before it has had so much of a processor
+        told = str(burning.exception(20))
+        if "could not be compiled in time" not in told:
+            break
+        burning = begin("burn 60", compile_s=0.7)
+    assert re.search(r"longer than 0\.7 s of processor time.*\n.*simpler", told)
     assert accepts(begin("behind").result(10), "behind")
     began_s = time.perf_counter()
     with pytest.raises(RequestError, match=r"longer than 0\.7 s"):  # a refusal is remembered
