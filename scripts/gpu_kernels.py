@@ -479,7 +479,7 @@ def layer_cases(sweep: bool) -> None:
         for tokens, length in shapes + ([(32, 4352)] if sweep else []):
             caches = [Paged(tokens, length, heads, kv) for _ in range(layers if tokens <= 64 else 2)]
             scratch = decode.Scratch(DEVICE)
-            form = decode_form(tokens, length, kv, 128, 2, 132)
+            form = decode_form(tokens, length, kv, heads // kv, 128, 2, launch.Target((9, 0), 132))
             positions = ints(torch.full((tokens,), length - 1), torch.int64)
             slots = [ints(c.tables[:, -1].cpu() * 16 + 15, torch.int64) for c in caches]
             residual = rand(tokens, hidden)

@@ -88,6 +88,45 @@ def test_greedy_tokens_are_the_cpu_runners(model, depth, uses_graphs):
         assert driven.num_steady > 3
 
 
+class LateStreams(EagerStreams):
+    """What the constructor starts is on another stream, which a busy device comes to when the first step is at work."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = []
+
+    def settle(self):
+        while self.late:
+            self.late.pop()()
+
+
+def test_steps_begin_when_what_they_work_on_is_there(model, monkeypatch):
+    asked, streams = requests(lambda i: greedy(12)), LateStreams()
+
+    class Elsewhere:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def full(self, *args, **how):
+            made = torch.zeros_like(whole := torch.full(*args, **how))
+            streams.late.append(lambda: made.copy_(whole))
+            return made
+
+    def forward(*args, **how):
+        streams.settle()
+        return type(model).forward(model, *args, **how)
+
+    expected, _ = drive(make(model, depth=2), asked, join=0.4, seed=8)
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.runner.cuda.torch", Elsewhere())
+        runner = CudaRunner(
+            model, cache_of(model), ReferenceAttention(), streams, num_rows=8, max_length=MAX_LENGTH, max_tokens=64,
+            depth=2,
+        )  # fmt: skip
+    monkeypatch.setattr(model, "forward", forward)
+    assert drive(runner, asked, join=0.4, seed=8)[0] == expected
+
+
 @pytest.mark.parametrize("params_of", [plain, general])
 def test_tokens_depend_on_nothing_but_the_request(model, params_of):
     asked = requests(params_of)

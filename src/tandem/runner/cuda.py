@@ -78,6 +78,7 @@ class CudaRunner:
         self._num_lanes_run = self._num_lanes_padded = 0
         self._path, self._is_uneven = GREEDY, False
         self._decode_keys = DecodeKeys(backend, cache.keys[0], _shapes(model.spec))
+        streams.settle()  # weights, cache and all of the above may come from another stream than steps run on
 
     @classmethod
     def create(
@@ -286,7 +287,7 @@ class CudaRunner:
 
         assert self._num_submitted == self._num_collected, "weights are replaced while a step is in flight"
         reload(self._model, source)
-        self._streams.drain()
+        self._streams.settle()
 
     def _keys(self, paths: Sequence[str], sizes: Sequence[int]) -> list[tuple[GraphKey, int]]:
         """Decode steps of up to 1,024 positions, the largest first."""

@@ -47,6 +47,9 @@ class Streams(Protocol):
     def drain(self) -> None:
         """Block until the compute stream has nothing left: at start, at the end, and when memory ran out."""
 
+    def settle(self) -> None:
+        """Block until all is done that was started before, on whatever stream: where things were made on others."""
+
     def give_back(self) -> None:
         """Let other programs have the memory that is no longer in use."""
 
@@ -96,6 +99,9 @@ class CudaStreams:
 
     def drain(self) -> None:
         self._streams["compute"].synchronize()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
@@ -202,6 +208,9 @@ class EagerStreams:
 
     def drain(self) -> None:
         """Nothing is ever left."""
+
+    def settle(self) -> None:
+        """Nor elsewhere."""
 
     def give_back(self) -> None:
         """Nothing is kept."""
