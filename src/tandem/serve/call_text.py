@@ -1,0 +1,103 @@
+"""One tool call's JSON object while it comes, character by character. It does not know which family wrote it."""
+
+import json
+
+from tandem.serve.parse import well_formed
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class CallText:
+    """One call's JSON object as it comes: where its name and its arguments are, and whether it is complete.
+
+    name   given: the object holds the arguments alone.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.text = ""
+        self.name = name
+        self.complete = self.announced = self.closed = False
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self._string_start = 0
+        self._key: str | None = None
+        self._expects_value = False
+        self._arguments: tuple[int, int | None] | None = (0, None) if name is not None else None
+        self._bare = name is not None
+        self._given = 0
+
+    def feed(self, text: str) -> int:
+        """Scan characters until the object closes. Returns how many were taken."""
+        start = len(self.text)
+        for i, character in enumerate(text):
+            self.text += character
+            self._scan(start + i, character)
+            if self.complete:
+                return i + 1
+        return len(text)
+
+    def fresh_arguments(self) -> str:
+        """Text of the arguments that was not given before. Arguments written as a string come when it has ended."""
+        start, end = self._arguments or (0, 0)
+        known = self.text[start:end]
+        if known.startswith('"'):
+            known = _unquoted(known) if end is not None else ""
+        if self.complete and not known.strip():
+            known = "{}"
+        fresh, self._given = known[self._given :], max(self._given, len(known))
+        return fresh
+
+    def _scan(self, at: int, character: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+                if self._depth == 1:
+                    self._end_string(at)
+            return
+        if self._depth == 1 and self._expects_value and not character.isspace():
+            self._expects_value = False
+            if self._key in ARGUMENT_KEYS and self._arguments is None:
+                self._arguments = (at, None)
+        if character == '"':
+            self._in_string, self._string_start = True, at
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._close(at)
+        elif self._depth == 1 and character == ":":
+            self._expects_value = True
+        elif self._depth == 1 and character == "," and not self._bare:
+            self._end_value(at)
+            self._key = None
+
+    def _close(self, at: int) -> None:
+        if self._depth == 1:
+            self._end_value(at + 1 if self._bare else at)
+        self._depth -= 1
+        if self._depth == 1 and not self._bare:
+            self._end_value(at + 1)
+        self.complete = self._depth == 0
+
+    def _end_string(self, at: int) -> None:
+        try:
+            value = json.loads(self.text[self._string_start : at + 1])
+        except ValueError:
+            return
+        if self._key is None:
+            self._key = value
+        elif self._key == "name" and self.name is None:
+            self.name = value
+
+    def _end_value(self, at: int) -> None:
+        if self._arguments is not None and self._arguments[1] is None:
+            self._arguments = (self._arguments[0], at)
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return well_formed(str(json.loads(text.strip())))
+    except ValueError:
+        return text
