@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from runner_drive import Drive, greedy
 from test_cuda_runner import BLOCK_SIZE, drive, make, model, prompt  # noqa: F401  (model is a fixture)
 
 from tandem.plan import Arrival, Span, StepPlan
-from tandem.request import Constraint
+from tandem.request import Constraint, Request
 from tandem.runner import device_sampling
 from tandem.runner.clock import Timekeeper
 from tandem.runner.cuda import CudaRunner
@@ -20,6 +21,7 @@ from tandem.runner.streams import EagerStreams
 from tandem.sampling.counts import CountTables
 from tandem.sampling.rows import SamplerRows
 from tandem.sampling.upload import pinning
+from tandem.schedule import Scheduler
 
 PENALTIES = {"repetition_penalty": 1.6, "frequency_penalty": 0.8}
 
@@ -221,3 +223,50 @@ def test_who_was_preempted_is_no_newer_for_that(model, monkeypatch):  # noqa: F8
     spans = [Span("new", 0, 3, 1, [], True), Span("old", 1, 0, 3, [2], True)]
     result = runner.collect(runner.submit(StepPlan(1, spans, [old], num_decodes=1)))
     assert set(result.failed) == {"new"} and len(result.tokens) == 2
+
+
+def served(model, runner, asked):  # noqa: F811
+    """Under the real scheduler with its prefix cache, one request behind the other: tokens, and errors."""
+    scheduler, flight, tokens, errors = Scheduler(96, BLOCK_SIZE, 8, 16, 96), deque(), {}, {}
+    for request in asked:
+        scheduler.add(request)
+        while True:
+            plan = scheduler.plan() if len(flight) < 2 else None
+            if plan is not None:
+                flight.append(runner.submit(plan))
+            elif not flight:
+                break
+            if flight and (plan is None or len(flight) == 2):
+                for change in scheduler.commit(runner.collect(flight.popleft())):
+                    tokens.setdefault(change.request, []).extend(change.tokens)
+                    if change.error:
+                        errors[change.request] = change.error
+    return tokens, errors
+
+
+def test_who_fails_alone_in_a_step_writes_over_nobodys_blocks(model, monkeypatch):  # noqa: F811
+    """Its prompt has a second chunk, planned before the failure of the first is known."""
+    warm = Request("warm", [7] * 16, greedy(1))
+    alone = Request("alone", [i % 89 for i in range(30)], greedy(4))
+    beside = Request("beside", [*[7] * 16, 3], greedy(8))
+    want, _ = served(model, make(model, depth=2), [warm, alone, beside])
+    count = fails_at(monkeypatch, CudaRunner, "_change", 2)
+    tokens, errors = served(model, make(model, depth=2), [warm, alone, beside])
+    assert count[0] > 2 and list(errors) == ["alone"] and "out of memory" in errors["alone"]
+    assert tokens["beside"] == want["beside"]
+
+
+def test_memory_that_is_there_neither_at_arrival_nor_behind_it_is_one_failure(model, monkeypatch):  # noqa: F811
+    real = CudaRunner._change
+
+    def fails(runner, packed, sent):
+        if not any(span.request == "b" for span in packed.plan.spans):
+            raise torch.OutOfMemoryError("made up")
+        real(runner, packed, sent)
+
+    asked = [Request("a", [5, 6], greedy(3, frequency_penalty=0.5)), Request("b", [7, 8], greedy(3))]
+    want, _ = served(model, make(model, depth=2), asked[1:])
+    fails_at(monkeypatch, SamplerRows, "upload", 1)
+    monkeypatch.setattr(CudaRunner, "_change", fails)
+    tokens, errors = served(model, make(model, depth=2), asked)
+    assert list(errors) == ["a"] and tokens["b"] == want["b"]

@@ -1,6 +1,9 @@
 """Tool calls that nothing governs: between tags, odd ones, names that cannot be written; calls that are sent back."""
 
+import json
+import re
 import time
+from typing import Any
 
 import pytest
 from serve_drive import serving
@@ -138,3 +141,63 @@ def test_calls_that_the_server_made_are_taken_back_with_their_results(template: 
         assert answer.status_code == 200, answer.text
         prompt = served.post("/detokenize", {"tokens": answer.json()["prompt_token_ids"]}).json()["prompt"]
         assert all(f"sun {place}" in prompt for place in range(len(results)))
+
+
+def beside(**more: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": OFFERED, **more}]}
+
+
+def within(**more: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {**OFFERED, **more}}]}
+
+
+OFFERED = {"name": "weather", "description": "The weather.", "parameters": CITY}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, beside(**CACHED)), (CHAT, within(**CACHED)),  # litellm, langchain
+        (CHAT, beside(defer_loading=False, **CACHED)), (CHAT, within(defer_loading=False)),  # langchain's extras
+        (CHAT, within(**{"return": {"type": "string", "description": "Sun or rain."}})),  # transformers
+        (CHAT, within(returns={"type": "string"})), (CHAT, within(response={})), (CHAT, within(examples=[{}])),
+        (CHAT, within(required=["city"])), (CHAT, beside(index=0, id="x")), (CHAT, beside(strict=False)),
+        (CHAT, beside(name="weather", description="d")), (CHAT, beside(input_examples=[{"city": "Rome"}])),
+        (CHAT, beside(allowed_callers=["direct"], **{"async": False})),
+        (CHAT, {**beside(), "tool_choice": {**NAMED, "name": "weather", "description": "d"}}),
+        (CHAT, {**beside(), "tool_choice": {"type": "function", "function": {"name": "weather", "description": "d"}}}),
+        (RESPONSES, {"tools": [{"type": "function", **OFFERED, **CACHED}]}),
+        (RESPONSES, {"tools": [{"type": "function", **OFFERED, "required": ["city"], "index": 0}]}),
+        (RESPONSES, {"tools": [{"type": "function", **OFFERED}],
+                     "tool_choice": {"type": "function", "name": "weather", "description": "d"}}),
+    ],
+)  # fmt: skip
+def test_hints_and_labels_that_clients_write_into_tools_change_nothing(path: str, fields: dict[str, Any]) -> None:
+    """Nor does the prompt hold them."""
+    said = {"messages": HI, "max_tokens": 20} if path == CHAT else {"input": HI, "max_output_tokens": 20}
+    plain = {**fields, "tools": beside()["tools"] if path == CHAT else [{"type": "function", **OFFERED}]}
+    if "tool_choice" in fields:
+        plain["tool_choice"] = NAMED if path == CHAT else {"type": "function", "name": "weather"}
+    with serving(source={"chat_template": CODER.replace("<function=", "<call=")}, max_model_len=2048) as served:
+        found = []
+        for body in (fields, plain):
+            answer = served.post(path, {**said, **body, "seed": 3, "temperature": 0})
+            assert answer.status_code == 200, answer.text
+            shown = answer.json()
+            kept = shown["choices"][0]["message"] if path == CHAT else shown["output"]
+            num_tokens = shown["usage"]["prompt_tokens" if path == CHAT else "input_tokens"]
+            found.append((re.sub(r'"(id|call_id)": "[^"]*"', "", json.dumps(kept)), num_tokens))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("outer", "inner", "enforced"), [(True, None, True), (True, False, False), (None, True, True)])
+def test_strict_beside_a_function_counts_as_if_it_stood_in_it(
+    outer: bool | None, inner: bool | None, enforced: bool
+) -> None:
+    with serving(source={"chat_template": CODER}, max_model_len=2048) as served:
+        tool = {"type": "function", "function": {**OFFERED, "strict": inner}, "strict": outer}
+        answer = served.post(CHAT, {"messages": HI, "max_tokens": 1, "tools": [tool]})
+        assert answer.status_code == (400 if enforced else 200)
+        assert not enforced or "strict tools" in answer.json()["error"]["message"]

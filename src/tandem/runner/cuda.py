@@ -132,7 +132,7 @@ class CudaRunner:
 
     def _bring(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
         """Send what is new and change rows, cache and lanes. Without memory the newest request fails, as in compute."""
-        while True:
+        while packed.num_spans:
             try:
                 sent = self._send(packed, slot)
                 if slot.moments.sent:
@@ -143,9 +143,10 @@ class CudaRunner:
             except torch.OutOfMemoryError:
                 packed = self._without_newest(packed, slot)
                 self._streams.drain()
-                if not packed.num_spans:  # nobody is left whose blocks or copies these would be
-                    self._streams.record(slot.moments.began, "compute")
-                    return {}
+        # Their rows are not what a step that is planned already takes them for: it would write over others' blocks.
+        self._sampling.lost.update(span.row for span in packed.dropped.values())
+        self._streams.record(slot.moments.began, "compute")
+        return {}
 
     def _send(self, packed: Packed, slot: Slot) -> dict[str, Tensor]:
         """Send what the host knows and the device does not: nothing in most decode steps, else mostly a few blocks."""

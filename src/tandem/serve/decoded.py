@@ -1,7 +1,8 @@
 """From a body's bytes to its structure, strictly. It knows structures' fields; it does not know what they mean.
 
 Fields, and parts of fields, that a structure does not have are refused by name: whoever sends one counts on it. null is
-no such demand. Where a structure holds plain JSON (messages, schemas, values for the template) any name may stand.
+no such demand. In tools and tool_choice (schema.OPEN) what is unknown is passed over, and where a structure holds plain
+JSON (messages, schemas, values for the template) any name may stand.
 """
 
 import re
@@ -17,7 +18,7 @@ from msgspec import Raw, Struct
 from tandem.errors import RequestError
 from tandem.serve.nesting import MAX_DEPTH, SMALL_BYTES, check_build, depth_of, too_deep
 from tandem.serve.refusals import NEUTRAL
-from tandem.serve.schema import MISPLACED, OF_A_TYPE
+from tandem.serve.schema import MISPLACED, OPEN
 
 Body = TypeVar("Body")
 
@@ -53,13 +54,11 @@ def _strict(kind: type[Struct]) -> Any:
 
 
 def _strict_type(hint: Any) -> Any:
-    """The type with strict structures in place of those that it speaks of."""
+    """The type with strict structures in place of those that it speaks of, but for open ones."""
     if isinstance(hint, type) and issubclass(hint, Struct):
-        return _strict(hint)
+        return hint if hint in OPEN else _strict(hint)
     if get_origin(hint) in (Union, UnionType):
         return reduce(or_, map(_strict_type, get_args(hint)))
-    if get_origin(hint) is list:
-        return list[_strict_type(get_args(hint)[0])]  # type: ignore[misc]
     return hint
 
 
@@ -103,13 +102,8 @@ class _Unknown(NamedTuple):
 
 def _unknown_in(part: Any, raw: Raw, path: str = "") -> Iterator[_Unknown]:
     """Names that a structure and those in it do not have, with values that ask for something."""
-    if isinstance(part, list) and part and isinstance(part[0], Struct):
-        for place, (item, text) in enumerate(zip(part, msgspec.json.decode(raw, type=list[Raw]), strict=True)):
-            yield from _unknown_in(item, text, f"{path.removesuffix('.')}[{place}].")
-    if not isinstance(part, Struct):
+    if not isinstance(part, Struct) or isinstance(part, OPEN):
         return
-    if isinstance(part, OF_A_TYPE) and part.type != "function":
-        return  # it is refused for its type, which says more
     names = dict(zip(part.__struct_encode_fields__, part.__struct_fields__, strict=True))
     for name, text in msgspec.json.decode(raw, type=dict[str, Raw]).items():
         if name in names:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from tandem import __version__
 from tandem.serve.schema import (
+    OPEN,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -35,7 +36,7 @@ class ErrorBody(Struct):
     error: ErrorDetail
 
 
-ANSWERED = ("ErrorBody", "ErrorDetail")
+TAKING_MORE = {"ErrorBody", "ErrorDetail", *(kind.__name__ for kind in OPEN)}
 POSTS: dict[str, tuple[type[Struct], str, bool]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation", True),
     "/v1/completions": (CompletionRequest, "Continue prompts", True),
@@ -85,7 +86,7 @@ def document() -> dict[str, Any]:
     kinds = [kind for kind, _, _ in POSTS.values()]
     _, components = msgspec.json.schema_components([*kinds, ErrorBody], ref_template="#/components/schemas/{name}")
     for component_name, component in components.items():
-        if component_name not in ANSWERED:
+        if component_name not in TAKING_MORE:
             component["additionalProperties"] = False
     paths: dict[str, Any] = {}
     for path, (kind, text, streams) in POSTS.items():

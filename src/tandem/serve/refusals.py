@@ -101,11 +101,14 @@ REASONING = {
     "context": Refusal("the model's template decides which earlier reasoning it sees.", ("auto",)),
     "mode": Refusal("there is one mode.", ("standard",)),
 }
-RESPONSES_TOOL = {
+TOOL = {
     "allowed_callers": Refusal("only the model itself calls tools.", (["direct"], [])),
     "defer_loading": Refusal("there is no tool search.", (False,)),
-    "output_schema": Refusal("outputs of tools are passed on as they come."),
     "async": Refusal("a conversation goes on when all its calls are answered.", (False,)),
+}
+RESPONSES_TOOL = {
+    **TOOL,
+    "output_schema": Refusal("outputs of tools are passed on as they come."),
 }
 
 

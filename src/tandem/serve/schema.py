@@ -1,8 +1,8 @@
 """The bodies that clients send, as typed structures. It knows their shapes; it does not know what is honoured.
 
 Decoding is strict: a wrong type is refused with the path to it, an unknown field of a body or of a part is refused by
-name (as the OpenAI API does: whoever sends it counts on it), and null means "not given". Field names and meanings:
-OpenAI API reference; those marked "extension" are tandem's, with the names the field uses.
+name (as the OpenAI API does: whoever sends it counts on it), but for those of OPEN, and null means "not given". Field
+names and meanings: OpenAI API reference; those marked "extension" are tandem's, with the names the field uses.
 """
 
 from typing import Any, Literal
@@ -60,16 +60,27 @@ class StructuredOutputs(Struct):
     whitespace_pattern: str | None = None
 
 
-class FunctionTool(Struct):
+class ToolDemands(Struct, kw_only=True):
+    """Parts of a tool, or of its function, that ask for what is not done here: refused but for values that do not."""
+
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    async_: Any = field(default=None, name="async")
+
+
+class FunctionTool(ToolDemands):
     name: str
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
 
 
-class Tool(Struct):
+class Tool(ToolDemands):
+    """strict: for clients that write it here; the function's own comes first."""
+
     type: str
     function: FunctionTool | None = None
+    strict: bool | None = None
 
 
 class NamedFunction(Struct):
@@ -198,17 +209,14 @@ class ResponsesText(Struct):
     verbosity: str | None = None
 
 
-class ResponsesTool(Struct):
+class ResponsesTool(ToolDemands):
     type: str
     name: str | None = None
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
-    # refused but for values that ask for nothing
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
+    # refused, whatever it holds
     output_schema: Any = None
-    async_: bool | None = field(default=None, name="async")
 
 
 class ResponsesNamedTool(Struct):
@@ -274,8 +282,8 @@ class ResponsesRequest(Struct, kw_only=True):
     timeout_s: float | None = None
 
 
-# What is refused whole if its type is not "function", so that its other parts need not be known.
-OF_A_TYPE = (Tool, NamedToolChoice, ResponsesTool, ResponsesNamedTool)
+# Clients write hints, labels and other APIs' parts into these: what is unknown in them is passed over.
+OPEN = (Tool, FunctionTool, NamedToolChoice, NamedFunction, ResponsesTool, ResponsesNamedTool)
 # What each generating endpoint would not understand, though others do: refused rather than ignored as the unknown is.
 _GENERATING = (ChatRequest, CompletionRequest, ResponsesRequest)
 _KNOWN = frozenset(name for kind in _GENERATING for name in kind.__struct_fields__)

@@ -17,6 +17,7 @@ from tandem.serve.call_grammar import CallGrammar, SpecialId
 from tandem.serve.calls import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
 from tandem.serve.conversation import with_instruction
 from tandem.serve.parse import THINK_OPEN, AnswerParser, Reasoning
+from tandem.serve.refusals import TOOL, refuse
 from tandem.serve.schema import ChatRequest, FunctionTool, NamedToolChoice
 from tandem.serve.tagged_call import FUNCTION, MAX_NAME
 from tandem.serve.value_kinds import ValueKinds
@@ -186,11 +187,14 @@ def _checked(body: ChatRequest) -> list[FunctionTool]:
     for i, tool in enumerate(tools):
         if tool.type != "function" or tool.function is None:
             raise RequestError(f"tools[{i}] must be of type function, with a field of that name.", param="tools")
+        refuse(tool, TOOL, param="tools", path=f"tools[{i}].")
+        refuse(tool.function, TOOL, param="tools", path=f"tools[{i}].function.")
         if len(tool.function.name) > MAX_NAME:
             raise RequestError(f"tools[{i}].function.name has more than {MAX_NAME} characters.", param="tools")
         if not tool.function.name or any(tool.function.name == other.name for other in found):
             raise RequestError(f"tools[{i}].function.name is empty or given twice.", param="tools")
-        found.append(tool.function)
+        strict = tool.strict if tool.function.strict is None else tool.function.strict
+        found.append(FunctionTool(tool.function.name, tool.function.description, tool.function.parameters, strict))
     num_bytes = len(msgspec.json.encode(found))
     if num_bytes > MAX_TOOLS_BYTES:
         raise RequestError(f"tools has {num_bytes} bytes; the limit is {MAX_TOOLS_BYTES}.", param="tools")
