@@ -255,3 +255,20 @@ def test_where_a_template_takes_one_call_a_message_each_has_its_own_with_its_res
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well", "tool_calls": calls[:2]}]
     told = ChatTemplate(template).render([*talk, *talk[:1]])
     assert told == '[user]hi[assistant]wellf:{"x": 0}[assistant]f:{"x": 1}[user]hiNone'
+
+
+@pytest.mark.parametrize("source", [TEXT, NAMES, HERMES, BARE])
+def test_an_object_that_is_nested_too_deep_or_holds_itself_is_refused(source: str) -> None:
+    deep: dict = {"a": 1}
+    for _ in range(99):
+        deep = {"b": deep}
+    own: dict = {}
+    own.update(a=own, b=[own, own])
+    made = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [made]}]
+    template = ChatTemplate(source)
+    assert "b" in template.render(talk)
+    for arguments in ({"c": deep}, own):
+        made["function"] = {"name": "f", "arguments": arguments}
+        with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is nested too deep"):
+            template.render(talk)

@@ -143,3 +143,29 @@ def test_half_of_a_surrogate_pair_in_earlier_arguments_is_a_replacement_characte
         assert served.post(RESPONSES, {"input": [*HI, item], "max_output_tokens": 1}).status_code == 200
     with serving(max_model_len=256) as served:
         served.chat([*talk(r'{"a": "\ud83d"}'), *HI], max_tokens=1)
+
+
+def test_earlier_arguments_that_are_nested_too_deep_stay_text_or_are_refused_by_path() -> None:
+    """As deep as a body may be; deeper they are no failure, wherever an interpreter would give up."""
+
+    def talk(num_levels: int, leaf: str) -> list[dict]:
+        arguments = '{"a":' * num_levels + leaf + "}" * num_levels
+        made = {**call(), "function": {"name": "f", "arguments": arguments}}
+        return [*HI, {"role": "assistant", "tool_calls": [made]}, {"role": "tool", "tool_call_id": "call_1",
+                                                                   "content": "x"}]  # fmt: skip
+
+    whole = NAMES.replace("{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}",
+                          "{{ c.function.arguments | tojson }}")  # fmt: skip
+    for source in (whole, NAMES, None):
+        with serving(source={"chat_template": source} if source else None, max_model_len=16384) as served:
+            for num_levels in (99, 100, 101, 490, 500, 700, 980, 990, 1200):
+                for leaf in ("1", r'"\ud83d"', r'[{"b": "]"}]'):
+                    body = {"messages": talk(num_levels, leaf), "max_tokens": 1}
+                    answer = served.post(CHAT, body)
+                    if source == NAMES and num_levels + 2 * leaf.startswith("[") > 100:
+                        error = served.refused(CHAT, body, param="messages")
+                        assert error["message"].startswith("messages[1].tool_calls[0].function.arguments is ")
+                        assert "nested too deep (the limit is 100 levels)" in error["message"]
+                    else:
+                        assert answer.status_code == 200, (num_levels, leaf, answer.text)
+            served.canary()

@@ -19,6 +19,7 @@ from tandem.engine.messages import Written, json_of, with_written_results
 from tandem.errors import RequestError
 
 MAX_LEVELS = 100
+_TOO_DEEP = f"nested too deep (the limit is {MAX_LEVELS} levels)"
 _SHORT = re.compile("[a-zA-Z0-9]{9}")
 _CLOSING = {"{": "}", "[": "]"}
 _MARKS = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
@@ -199,6 +200,8 @@ def _handed(call: dict[str, Any], where: str, way: CallWay) -> dict[str, Any]:
     function = call.get("function", {})
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
+        if _is_deep(arguments):
+            raise RequestError(f"{where} is {_TOO_DEEP}.", param="messages")
         if not way.as_text:
             return call
         arguments = json_of(arguments, ensure_ascii=False)
@@ -217,8 +220,9 @@ def _object_of(text: str, where: str, way: CallWay) -> Any:
             return value
         value = {} if text.strip() == "null" else _begun(text)
     if value is None:
+        why = _TOO_DEEP if _num_levels(text) > MAX_LEVELS else "which is no JSON object"
         raise RequestError(
-            f"{where} is {text!r:.80}, which is no JSON object; this model's chat template writes arguments "
+            f"{where} is {text!r:.80}, {why}; this model's chat template writes arguments "
             "name by name.",
             param="messages", hint="send a JSON object, as '{\"city\": \"Rome\"}', or leave the call out.",
         )  # fmt: skip
@@ -234,9 +238,32 @@ def _without_half_pairs(value: Any) -> Any:
     return [_without_half_pairs(part) for part in value] if isinstance(value, list) else value
 
 
+def _num_levels(text: str) -> int:
+    """Levels of arrays and objects of a JSON text; with at most MAX_LEVELS brackets how many there are."""
+    depth = text.count("[") + text.count("{")
+    if depth <= MAX_LEVELS:
+        return depth
+    depth = deepest = 0
+    for mark in _MARKS.finditer(text):
+        depth += (mark[0] in _CLOSING) - (mark[0] in "}]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether an object, which may hold itself, has more than MAX_LEVELS levels."""
+    level = [value]
+    for _ in range(MAX_LEVELS):
+        parts = (part for whole in level for part in (whole.values() if isinstance(whole, Mapping) else whole))
+        level = list({id(part): part for part in parts if isinstance(part, Mapping | list | tuple)}.values())
+    return bool(level)
+
+
 def arguments_of(text: str) -> Any:
-    """The object. What is none, no JSON (a call that was cut short), nested too deep, or holds a number that no float
-    can hold, stays the text that the model wrote."""
+    """The object. What is none, no JSON (a call that was cut short), nested deeper than MAX_LEVELS, or holds a number
+    that no float can hold, stays the text that the model wrote."""
+    if _num_levels(text) > MAX_LEVELS:
+        return Written(text)
 
     def constant(name: str) -> float:
         raise ValueError(f"{name} is no JSON")
