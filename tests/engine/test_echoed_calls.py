@@ -270,5 +270,7 @@ def test_an_object_that_is_nested_too_deep_or_holds_itself_is_refused(source: st
     assert "b" in template.render(talk)
     for arguments in ({"c": deep}, own):
         made["function"] = {"name": "f", "arguments": arguments}
-        with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is nested too deep"):
+        with pytest.raises(
+            RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is nested too deep"
+        ):
             template.render(talk)

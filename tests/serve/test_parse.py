@@ -61,14 +61,26 @@ def test_mistral_calls_as_list_and_by_name() -> None:
     [
         (HERMES, '"\\ud83d"', "\ufffd"),
         (HERMES, '"{\\"a\\":\\"\\ud83d\\ude00\\udc00\\"}"', '{"a":"\U0001f600\ufffd"}'),
-        (LLAMA, '"\\udc00"', "\ufffd"), (HERMES, '{"a": "\\ud83d"}', '{"a": "\\ud83d"}'),
+        (LLAMA, '"\\udc00"', "\ufffd"), (HERMES, '"{\\"a\\": \\"\\\\ud83d\\"}"', r'{"a": "\ufffd"}'),
+        (HERMES, r'{"a": "Oslo \ud83d x"}', r'{"a": "Oslo \ufffd x"}'), (LLAMA, r'{"\udc00": 1}', r'{"\ufffd": 1}'),
+        (MISTRAL, r'{"a": "\uD83D\n\ude00"}', r'{"a": "\ufffd\n\ufffd"}'),
+        (MISTRAL, r'{"a": "\ud83d\ud83d\ude00\ude00"}', r'{"a": "\ufffd\ud83d\ude00\ufffd"}'),
+        (HERMES, r'{"a": "\\ud83d\\\ud83d\ud7ff\u00e9"}', r'{"a": "\\ud83d\\\ufffd\ud7ff\u00e9"}'),
+        (HERMES, r'{"a": "\ud83d\udc', r'{"a": "\ufffd\udc'), (HERMES, r'{"a": "\ud83d', r'{"a": "\ufffd'),
+        (LLAMA, r'{"a": "x\ud83d\\', r'{"a": "x\ufffd\\'), (HERMES, r'{"a": "\ud8', r'{"a": "\ud8'),
+        (HERMES, '{"a": "\\', '{"a": "\\'), (HERMES, r'{"a": "\ud83d\u', r'{"a": "\ufffd\u'),
     ],
 )  # fmt: skip
 def test_half_a_surrogate_pair_is_a_replacement_character(form: CallFormat, written: str, arguments: str) -> None:
-    """Where a string of JSON becomes text. Arguments that are JSON stay as the model wrote them."""
-    said = f'{form.opening}{{"name": "time", "{form.arguments_key}": {written}}}{form.closing}'
-    content, calls = calls_of(form, said)
-    assert (content, calls) == ("", [("time", arguments)]) and calls[0][1].encode()
+    """Whole, and character by character; of JSON its escape. Of an answer that is cut short nothing is held back."""
+    is_whole = written.endswith(('"', "}"))
+    said = f'{form.opening}{{"name": "time", "{form.arguments_key}": {written}'
+    said += f"}}{form.closing}" if is_whole else ""
+    for pieces in ([said], list(said), [*said, ""]):
+        content, _, calls = parse(Calls(form, NAMES), pieces)
+        assert (content, calls) == ("", [("time", arguments)]) and calls[0][1].encode()
+        if is_whole and arguments.startswith("{"):
+            json.dumps(json.loads(calls[0][1]), ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
@@ -147,6 +159,7 @@ PARTS = st.sampled_from([
     "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "[ARGS]", CALL, '{"name": "time"}',
     '{"name": "nobody", "arguments": 1}', '{"name": "time", "parameters": "{\\"a\\": 1}"}', "weather", " ", "\n",
     "\n\n", ",", ";", "a", "{", "}", '"', "\\", "<", "<t", "</", "text. ", "[CALL_ID]", "5 ",
+    '"}}', "\\ud83d", "\\uDE00", '<tool_call>{"name": "time", "arguments": {"a": "', "\\ud8",
 ])  # fmt: skip
 TAGGED_PARTS = st.sampled_from([
     "<think>", "</think>", "<tool_call>", "<tool_call>\n<function=weather>\n", "<tool_call><function=time>",
@@ -167,6 +180,9 @@ TAGGED_PARTS = st.sampled_from([
     ["<think> a </think> ", '{"name": "time", "parameters": {}}', " ; x"], list(range(100)), LLAMA, False, False, False
 )
 @example(["<tool_call><function=time></tool_call>z"], [12], HERMES, None, False, True)
+@example(
+    ['<tool_call>{"name": "time", "arguments": {"a": "', r"\ud83d\\ud83d\ude00\ud8"], [58], HERMES, None, False, True
+)
 @settings(deadline=None, max_examples=300)
 def test_cutting_changes_nothing(parts, cuts, form, thinks, single, governed) -> None:
     check_cuts("".join(parts), cuts, form, thinks, single=single, governed=governed)

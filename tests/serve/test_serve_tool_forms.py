@@ -64,13 +64,20 @@ def test_odd_values_and_odd_schemas_are_no_failure(written: str, schema: dict, a
         assert item["arguments"] == arguments and time.monotonic() - start_s < 5
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [('"\\ud83d"', "\ufffd"), (r'{"city": "Oslo \ud83d x\ude00"}', r'{"city": "Oslo \ufffd x\ufffd"}')],
+)
 @pytest.mark.parametrize("family", ["hermes", "llama", "mistral"])
-def test_arguments_in_a_string_that_hold_half_a_surrogate_pair_are_no_failure(family: str) -> None:
-    said = OSLO[family].replace('{"city": "Oslo"}', '"\\ud83d"')
+def test_half_a_surrogate_pair_in_arguments_is_no_failure(family: str, written: str, arguments: str) -> None:
+    """Clients decode what they get, and send it in UTF-8 in the next turn."""
+    said = OSLO[family].replace('{"city": "Oslo"}', written)
     lax = [{"type": "function", "function": {"name": "weather"}}]
     with serving(script=said, source={"chat_template": TEMPLATES[family]}, max_model_len=2048) as served:
         answer, _ = tool_answers(served, tools=lax)
-        assert answer["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": "\ufffd"}
+        assert answer["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": arguments}
+        if written.startswith("{"):
+            assert json.dumps(json.loads(arguments), ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,20 @@
 """One tool call's JSON object while it comes, character by character. It does not know which family wrote it."""
 
 import json
+import re
 
 from tandem.serve.parse import well_formed
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+# At the end: half a pair, and what may become half of one.
+_OPEN = (
+    r"(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?"
+    r"|\\(?:u(?:[dD](?:[89a-fA-F][0-9a-fA-F]?)?)?)?)\Z"
+)
+_HALF = r"(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+_ESCAPE = re.compile(rf"{_PAIR}|(?P<open>{_OPEN})|{_HALF}|\\.", re.DOTALL)
+_LAST_ESCAPE = re.compile(rf"{_PAIR}|{_HALF}|\\.", re.DOTALL)
 
 
 class CallText:
@@ -35,15 +45,20 @@ class CallText:
                 return i + 1
         return len(text)
 
-    def fresh_arguments(self) -> str:
-        """Text of the arguments that was not given before. Arguments written as a string come when it has ended."""
+    def fresh_arguments(self, *, final: bool) -> str:
+        """Text of the arguments that was not given before; final: no more comes. Arguments written as a string come
+        when it has ended.
+
+        Escapes of half a surrogate pair are given as those of U+FFFD: no text could hold the value of such JSON.
+        """
         start, end = self._arguments or (0, 0)
         known = self.text[start:end]
         if known.startswith('"'):
             known = _unquoted(known) if end is not None else ""
         if self.complete and not known.strip():
             known = "{}"
-        fresh, self._given = known[self._given :], max(self._given, len(known))
+        fresh = _with_whole_pairs(known[self._given :], final=final or end is not None)
+        self._given += len(fresh)
         return fresh
 
     def _scan(self, at: int, character: str) -> None:
@@ -101,3 +116,23 @@ def _unquoted(text: str) -> str:
         return well_formed(str(json.loads(text.strip())))
     except ValueError:
         return text
+
+
+def _with_whole_pairs(text: str, *, final: bool) -> str:
+    """JSON, or a part of it that begins at no escape's inside, with U+FFFD for half pairs, of the same length.
+
+    What may be half of one is left out at the end, unless final.
+    """
+    if "\\" not in text:
+        return text
+    pieces, at = [], 0
+    for escape in (_LAST_ESCAPE if final else _ESCAPE).finditer(text):
+        kind = escape.lastgroup
+        if kind is None:
+            continue
+        pieces.append(text[at : escape.start()])
+        if kind == "open":
+            return "".join(pieces)
+        pieces.append("\\ufffd")
+        at = escape.end()
+    return "".join((*pieces, text[at:]))

@@ -164,7 +164,7 @@ class Calls:
         self._raw += taken
         dropped = self._is_dropped
         if call.name in self._names and not dropped:
-            first, fresh = not call.announced, call.fresh_arguments()
+            first, fresh = not call.announced, call.fresh_arguments(final=final)
             if fresh:
                 call.announced = True
                 identity = _identity() if first else ""

@@ -48,7 +48,8 @@ class TaggedCall:
         assert 0 <= taken <= len(text), "a call ends in the text that ends it"
         return taken
 
-    def fresh_arguments(self) -> str:
+    def fresh_arguments(self, *, final: bool) -> str:
+        """JSON that was not given before. final changes nothing: parameters are given whole."""
         fresh, self._fresh = self._fresh, ""
         return fresh
 
