@@ -57,6 +57,17 @@ async def test_a_route_that_fails_is_told_with_its_path(
     assert shown(caplog).startswith("ERROR tandem.serve: GET /load failed\n") and len(caplog.records) == 1
 
 
+async def test_a_failure_tells_that_it_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client that keeps it loses its next request, as the server closes it then."""
+    async with serving() as (service, url), client_of(url) as client:
+        monkeypatch.setattr(type(service), "statistics", broken)
+        for _ in range(30):
+            answer = await client.get("/load")
+            assert answer.status_code == 500 and answer.headers.get_list("connection") == ["close"]
+        monkeypatch.undo()
+        assert (await client.get("/load")).status_code == 200
+
+
 def test_what_is_a_clients_mistake_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     for error in (RequestError("no", code="invalid_value"), httpx.ReadError("x"), OSError(28, "No space left", SECRET)):
         report(error, "GET", "/")

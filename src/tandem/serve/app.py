@@ -106,4 +106,6 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     _count(request, error)
     report(error, request.method, request.url.path)
-    return response_of(error)
+    answer = response_of(error)
+    answer.headers["connection"] = "close"  # Starlette raises the error again, which closes it
+    return answer
