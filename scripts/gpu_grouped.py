@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 import torch
+from gpu_timing import micros_a_call
 from torch import Tensor
 
 from tandem.kernels import grouped_triton
@@ -56,15 +57,7 @@ def micros(runs: list[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for run in runs:
             run()
-    times = []
-    for _ in range(8):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(runs))
-    return statistics.median(times[1:])
+    return micros_a_call(graph, len(runs))
 
 
 def note(name: str, run: Callable[[Tensor], Tensor], ends: list[tuple[Tensor, int]], one: float, rows: float) -> None:

@@ -13,7 +13,6 @@ Longer than other files, since a kernel's check, its variants and its timing are
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 import torch
 import torch.nn.functional as F
+from gpu_timing import micros_a_call
 
 from tandem.kernels import launch
 from tandem.kernels import linear as choice
@@ -63,15 +63,7 @@ def timed(
         with torch.cuda.graph(graph):
             for number in range(calls):
                 runs[number % len(runs)]()
-        times = []
-        for _ in range(8):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / calls)
-        micro = statistics.median(times[1:])
+        micro = micros_a_call(graph, calls)
     except Exception as error:
         print(f"  FAILED {name}: {type(error).__name__} {str(error)[:160]}", flush=True)
         torch.cuda.synchronize()

@@ -16,7 +16,7 @@ class TritonAttention:
     Whole long prompts go to the vendor's fused attention, which is faster there.
 
     Nothing here reads the device, so a pure decode step can be captured as a CUDA graph; what a graph bakes in is the
-    number of spans, of splits (from spans, KV heads and the bound max_length) and the scratch memory.
+    number of spans, the form of the launches (decode_form) and the scratch memory.
 
     deterministic: fixed chunks merged in order, so that a token's result depends on its own request alone.
     """

@@ -49,62 +49,74 @@ def start(
     """
     settings = resolved.settings
     device = torch.device("cuda", torch.cuda.current_device())
-    phases_s: dict[str, float] = {}
-    streams = CudaStreams(device)
-    moment_s = time.perf_counter()
-
-    def phase(name: str) -> None:
-        nonlocal moment_s
-        torch.cuda.synchronize(device)
-        now_s = time.perf_counter()
-        phases_s[name], moment_s = now_s - moment_s, now_s
-
+    streams, phases = CudaStreams(device), _Phases(device)
     dtype = getattr(torch, settings.dtype or "bfloat16")
+    has_asked_cache = resolved.reasons.get("kv_cache_memory") == "asked"
     with streams.on("compute"):
-        has_asked_cache = resolved.reasons.get("kv_cache_memory") == "asked"
         model = _load(spec, source, settings, dtype, device, has_asked_cache)
-        phase("weights")
+        phases.end("weights")
         chosen = settings.attention if resolved.reasons.get("attention") == "asked" else None
         backend = attention_backend(
             chosen, "cuda", deterministic=settings.deterministic, dtype=dtype, head_dim=spec.head_dim
         )
         open_libraries(model, settings, dtype)
-        phase("libraries")
+        phases.end("libraries")
         finish_compiling(compiling, spec, settings, num_tokens, device)
-        phase("compiling")
+        phases.end("compiling")
         facts = measure(model, backend, settings, dtype, num_tokens)
-        phase("measuring")
-        block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * settings.block_size
-        asked = settings.kv_cache_memory if has_asked_cache else None
+        phases.end("measuring")
+        cache = _cache(spec, settings, facts, dtype, device, has_asked_cache)
+        phases.end("cache")
         num_rows = settings.max_num_seqs or 1
-        num_blocks = cache_blocks(facts, settings.gpu_memory_utilization, block_bytes, max(16, num_rows), asked)
-        with _told(
-            f"a KV cache of {_mib(num_blocks * block_bytes)} does not fit, although so much was free.",
-            "lower gpu_memory_utilization or kv_cache_memory, or free the device of other processes.",
-        ):
-            cache = KVCache.allocate(
-                spec.num_layers, num_blocks, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
-            )
-        phase("cache")
         with _no_room_for_rows(settings, facts):
             runner = CudaRunner(
                 model, cache, backend, streams, num_rows=num_rows, max_length=settings.max_model_len or spec.max_length,
                 max_tokens=settings.max_batch_tokens or num_rows, depth=settings.depth,
-                uses_graphs=settings.cuda_graphs, seed=settings.seed, num_tokens=num_tokens, phases_s=phases_s,
+                uses_graphs=settings.cuda_graphs, seed=settings.seed, num_tokens=num_tokens, phases_s=phases.seconds,
             )  # fmt: skip
     if settings.cuda_graphs:
         with _no_room_for_rows(settings, facts):
             runner.warm_up((GREEDY, PLAIN), CAPTURE_S)
-        phase("graphs")
+        phases.end("graphs")
         torch.cuda.empty_cache()  # what the first runs of the captured steps took
     statistics = runner.statistics()
     runner.add_notes(
         f"attention: {backend.name}",
         f"memory: weights {_mib(facts.weights)}, largest step {_mib(facts.activations)}, "
-        f"KV cache {_mib(num_blocks * block_bytes)}",
+        f"KV cache {_mib(cache.num_bytes)}",
         f"graphs: {statistics['graphs']} captured, {_mib(statistics['graph_pool_bytes'])} in one pool for all slots",
     )
     return runner
+
+
+class _Phases:
+    """Seconds that each phase of the start took, on the device, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device, self._moment_s = device, time.perf_counter()
+
+    def end(self, name: str) -> None:
+        torch.cuda.synchronize(self._device)
+        now_s = time.perf_counter()
+        self.seconds[name], self._moment_s = now_s - self._moment_s, now_s
+
+
+def _cache(
+    spec: ModelSpec, settings: Settings, facts: MemoryFacts, dtype: torch.dtype, device: torch.device,
+    has_asked_cache: bool,
+) -> KVCache:  # fmt: skip
+    """The KV cache: what was asked for, or all that is left."""
+    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * settings.block_size
+    asked, least = settings.kv_cache_memory if has_asked_cache else None, max(16, settings.max_num_seqs or 1)
+    num_blocks = cache_blocks(facts, settings.gpu_memory_utilization, block_bytes, least, asked)
+    with _told(
+        f"a KV cache of {_mib(num_blocks * block_bytes)} does not fit, although so much was free.",
+        "lower gpu_memory_utilization or kv_cache_memory, or free the device of other processes.",
+    ):
+        return KVCache.allocate(
+            spec.num_layers, num_blocks, settings.block_size, spec.num_kv_heads, spec.head_dim, dtype, device
+        )
 
 
 @contextmanager
