@@ -1,6 +1,6 @@
 """Check and time tandem's kernels on a GPU: right against float64 first, then variants inside CUDA graphs.
 
-    python3 scripts/gpu_kernels.py [--only decode,ragged,prefill,linear,layer,small,sample] [--sweep]
+    python3 scripts/gpu_kernels.py [--only decode,ragged,prefill,linear,layer,small,sample,winners] [--sweep]
 
 Buffers rotate over more than the L2 cache, tensors are random, outputs are poisoned. Prints a short table last and
 writes everything to $OUT/kernels.json (or ./kernels.json). Variants are compiled first, by one process a core.
@@ -658,10 +658,48 @@ def sample_cases(sweep: bool) -> None:
                 timed(f"argmax (library) R{count} V{vocabulary}", [lambda a=a: a.argmax(-1) for a in logits], num_bytes)
 
 
+def check_winners() -> None:
+    from tandem.kernels.sample import NOBODY, WINNER
+
+    x, weight = rand(40, 1024), rand(70000, 1024, scale=0.03)
+    winners = torch.full((40, WINNER), NOBODY, dtype=torch.int64, device=DEVICE)
+    assert choice.raise_winners(x, weight, 69999, winners)
+    ids, exact = 0x7FFFFFFF - (winners[:, 0] & 0x7FFFFFFF), x.double() @ weight[:69999].double().T
+    check("winners", exact.gather(1, ids[:, None])[:, 0], exact.amax(-1), 4e-3)
+
+
+def winner_cases(sweep: bool) -> None:
+    """From hidden states to the token that is kept: norm, logits, choice and the step's end, or winners for logits."""
+    from tandem.kernels.norm_triton import rms_norm_triton
+    from tandem.kernels.sample import NOBODY, WINNER
+    from tandem.kernels.sample_triton import greedy_triton
+    from tandem.kernels.step_triton import finish_triton
+
+    for vocabulary, size in ((151936, 1024), (128256, 4096)):
+        weight, norm = rand(vocabulary, size, scale=0.03), rand(size, dtype=torch.float32)
+        for count in (1, 8, 16, 32, 48, 64):
+            x, rows = rand(count, size), ints(torch.arange(count), torch.int64)
+            last, home = ints(torch.zeros(count + 1), torch.int64), ints(torch.zeros(2, count), torch.int64)
+            turn, winners = ints(torch.zeros(1)), ints(torch.full((count, WINNER), NOBODY), torch.int64)
+
+            def logits_way() -> None:
+                hidden = rms_norm_triton(x, norm, 1e-6)
+                finish_triton(greedy_triton(choice.linear(hidden, weight)), hidden, rows, last, home, turn)
+
+            def winners_way() -> None:
+                hidden = rms_norm_triton(x, norm, 1e-6)
+                assert COMPILING or choice.raise_winners(hidden, weight, vocabulary, winners)
+                finish_triton(winners, hidden, rows, last, home, turn)
+
+            for name, way in (("logits", logits_way), ("winners", winners_way)):
+                timed(f"{name} T{count} V{vocabulary} E{size}", [way], weight.numel() * 2.0, calls=6)
+
+
 CASES = {
     "small": (check_small, small_cases), "decode": (check_attention, decode_cases), "prefill": (None, prefill_cases), "ragged": (None, ragged_cases),
     "chain": (None, chain_cases),
     "linear": (check_linear, linear_cases), "wide": (check_wide, lambda sweep: None), "layer": (None, layer_cases), "sample": (check_sample, sample_cases),
+    "winners": (check_winners, winner_cases),
 }  # fmt: skip
 
 _turn = [0]

@@ -3,9 +3,10 @@
     python3 scripts/gpu_stress.py [--requests 500] [--depths 1 2 3]      equal tokens, deterministic mode
     compute-sanitizer --tool memcheck python3 scripts/gpu_stress.py --steps 2000 --depths 2
 
-Requests come at random steps, with random lengths, two fifths of them sampled, some with penalties; some are aborted
-at a random length. The KV pool holds 40 % of what the rows could need, so requests are preempted and computed again.
-The order of events hangs on steps and tokens, not on time. --device cpu acts the streams out without a GPU.
+Requests come at random steps, with random lengths, two fifths of every other sixty sampled, some with penalties; some
+are aborted at a random length. The KV pool holds 40 % of what the rows could need, so requests are preempted and
+computed again. The order of events hangs on steps and tokens, not on time. --device cpu acts the streams out without
+a GPU.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from tandem.runner.cuda import CudaRunner
 from tandem.schedule.scheduler import Scheduler
 
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "model_type": "qwen3", "vocab_size": 66001, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }  # fmt: skip
@@ -86,8 +87,10 @@ class Load:
         self.requests, self.comes, self.aborted_at = [], [], {}
         step = 0.0
         for number in range(count):
-            prompt = [rng.randrange(CONFIG["vocab_size"]) for _ in range(rng.randint(1, longest))]
+            prompt = [rng.randrange(4096) for _ in range(rng.randint(1, longest))]
             params = params_of(rng, longest)
+            if number // 60 % 2:  # in turns, so that some steps are greedy throughout: those take other kernels
+                params = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
             self.requests.append(Request(f"r{number}", prompt, params))
             self.comes.append(int(step))
             step += rng.expovariate(1.0) * (0.0 if rng.random() < 0.2 else 2.5)

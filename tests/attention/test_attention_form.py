@@ -1,8 +1,10 @@
 """The form in which a decode step's attention is launched: numbers that were measured on one H200 (docs/log.md)."""
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.kernels import attention_invariant, attention_prefill
 from tandem.kernels.attention_form import decode_form, graph_bound
 from tandem.kernels.launch import Target
 
@@ -21,6 +23,21 @@ def test_the_first_tile_is_read_ahead_where_that_was_faster():
     assert [n for n in (1, 4, 5, 8, 15, 16, 32, 33, 256) if form(n, 9000).ahead] == [1, 4, 16, 32]
     one_tile = [(n, length) for n in (1, 2, 4, 16) for length in (512, 2048) if form(n, length).num_stages == 1]
     assert one_tile == [(1, 512), (1, 2048), (2, 512), (4, 512)]
+
+
+def test_chunks_are_read_ahead_where_few_programs_of_four_warps_are(monkeypatch):
+    for module in (attention_invariant, attention_prefill):
+        monkeypatch.setattr(module, "interpreted", lambda: False)
+    cache = torch.empty((2, 16, 8, 128), dtype=torch.bfloat16, device="meta")
+    found = {
+        (n, length): attention_invariant.invariant_form(n, length, cache, 2)[3:]
+        for n in (1, 4, 5, 16, 32)
+        for length in (512, 2048)
+    }
+    ahead = {asked: form for asked, form in found.items() if form[2]}
+    assert ahead == {(1, 512): (4, 1, True), (1, 2048): (4, 2, True), (4, 512): (4, 1, True), (4, 2048): (4, 2, True),
+                     (16, 512): (4, 1, True)}  # fmt: skip
+    assert found[32, 512] == (1, 3, False) and found[5, 512] == (4, 3, False)
 
 
 def test_sixteen_to_thirty_two_even_spans_have_many_thin_programs():

@@ -272,6 +272,23 @@ def test_a_tile_read_ahead_holds_the_steps_own_token(shape, splits, num_warps, m
     assert not got[1].any() and torch.equal(got[0], backend.attend(*sent)[0])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_chunk_read_ahead_gives_the_same_numbers(shape, monkeypatch):
+    from tandem.kernels import attention_invariant as invariant
+
+    sent = case(shape, [(1, 90), (1, 65), (1, 64), (1, 1)])
+    backend, form = TritonAttention(torch.device(DEVICE), deterministic=True), invariant.invariant_form
+    outs = []
+    for ahead in (False, True):
+        monkeypatch.setattr(invariant, "invariant_form", lambda *a, ahead=ahead: form(*a)._replace(ahead=ahead))
+        outs.append(backend.attend(*sent).clone())
+        sent[3].lengths_S[3] = 0  # padding, whatever its table names
+        outs.append(backend.attend(*sent))
+        sent[3].lengths_S[3] = 1
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3]), "to the bit"
+    assert not outs[3][3].any() and torch.equal(outs[3][:3], outs[2][:3])
+
+
 AHEAD = """
 from tandem.kernels import attention_decode
 queries, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 8, 64), (9, 16, 2, 64)))
@@ -283,8 +300,19 @@ attention_decode.decode_attention(
 """
 
 
-def test_a_tile_is_asked_for_before_the_wait_and_the_steps_own_token_after():
-    before, after = ptx_of(AHEAD).split("griddepcontrol.wait")
+AHEAD_INVARIANT = """
+from tandem.kernels import attention_decode, attention_invariant
+queries, cache = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 8, 64), (9, 16, 2, 64)))
+table, length = torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+attention_invariant.invariant_decode_attention(
+    queries, cache, cache, table, length, 100, queries, attention_decode.Scratch(queries.device), 1.0
+)
+"""
+
+
+@pytest.mark.parametrize(("call", "requests"), [(AHEAD, 16), (AHEAD_INVARIANT, 8)])  # of 128 and 64 tokens a tile
+def test_a_tile_is_asked_for_before_the_wait_and_the_steps_own_token_after(call, requests):
+    before, after = ptx_of(call).split("griddepcontrol.wait")
     wide, past_l1 = r"ld\.global\.v4", r"ld\.global\.cg"
-    assert len(re.findall(wide, before)) == 16 and not re.findall(past_l1, before), "64 tokens of keys and values"
+    assert len(re.findall(wide, before)) == requests and not re.findall(past_l1, before), "keys and values"
     assert re.findall(past_l1, after), "the token that the kernel before has written"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sm90 import ptx_of
 
 from tandem.kernels import sample as twin
 
@@ -52,6 +53,26 @@ def test_rows_with_masked_logits_and_ties():
     for asked in ({}, {"top_k": 1}, {"top_p": 0.4}, {"top_k": 3, "top_p": 0.9}):
         drawn = sample_triton(logits, *rows(2, **asked)).tolist()
         assert drawn[0] in (7, 4200) and drawn[1] == 13
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 6}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("behind", [9.0, float("nan"), float("inf")])
+def test_ids_behind_the_vocabulary_are_read_with_it_and_never_chosen(asked, behind):
+    from tandem.kernels.sample_triton import greedy_triton, sample_triton
+
+    padded, parameters = logits_of(3, 5008), rows(3, **asked)
+    padded[:, 5001:] = behind
+    logits = padded[:, :5001]
+    assert sample_triton(logits, *parameters).tolist() == twin.sample_torch(logits, *parameters).tolist()
+    assert greedy_triton(logits).tolist() == logits.argmax(-1).tolist()
+
+
+def test_rows_of_an_odd_vocabulary_are_read_16_bytes_at_once():
+    ptx = ptx_of("""
+from tandem.kernels.sample_triton import greedy_triton
+greedy_triton(torch.empty(2, 9008, dtype=torch.bfloat16)[:, :9001])
+""")
+    assert "ld.global.v4.b32" in ptx and "ld.global.b16" not in ptx
 
 
 def test_a_row_of_nan_harms_itself_only():

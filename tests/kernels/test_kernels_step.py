@@ -83,6 +83,7 @@ def compare_spread(count, last_R, tables_RB):
 
 def compare_finish(trial, rows_S, last_R):
     from tandem.kernels import step, step_triton
+    from tandem.kernels.sample import NOBODY
 
     count, device = len(rows_S), rows_S.device
     hidden_SE, found = torch.randn(count, 1500, device=device), []
@@ -95,6 +96,17 @@ def compare_finish(trial, rows_S, last_R):
     for twin, kernel in zip(*found, strict=True):
         assert torch.equal(twin, kernel)
     assert (found[0][1][2, count - 1] == -1) == (trial % 3 < 2)
+    winners_SW, found = torch.full((count, 16), NOBODY, device=device), []
+    winners_SW[:, 0] = torch.randint(-(1 << 62), 1 << 62, (count,), device=device)
+    winners_SW[0, 0] = (NOBODY, winners_SW[0, 0])[trial % 2]
+    for run in (step.finish_torch, step_triton.finish_triton):
+        last, home_DR, sent = last_R.clone(), torch.zeros((3, 8), dtype=torch.int64, device=device), winners_SW.clone()
+        turn_1 = torch.tensor([1], dtype=torch.int32, device=device)
+        run(sent, hidden_SE, rows_S, last, home_DR, turn_1)
+        found.append((last[:-1], home_DR, sent))
+        assert (sent == NOBODY).all()
+    for twin, kernel in zip(*found, strict=True):
+        assert torch.equal(twin, kernel)
 
 
 def used_of(tables_SB, lengths_S):
@@ -119,11 +131,12 @@ def compile_for(capability):
         + [narrow] * 2
         + ["*bf16"] * 2
         + ["i32"] * 4,
-        step_triton._finish_kernel: [wide, "*bf16", wide, wide, wide, narrow] + ["i32"] * 3,
+        step_triton._finish_kernel: [wide, "*bf16", wide, wide, wide, narrow] + ["i32"] * 4,
     }
     for kernel, kinds in signatures.items():
         names = kernel.arg_names
-        chosen = {name: {"P": 16, "TILE": 128, "PDL": 2 * (capability >= 90)}[name] for name in names[len(kinds) :]}
+        known = {"P": 16, "TILE": 128, "PDL": 2 * (capability >= 90), "WINNERS": True}
+        chosen = {name: known[name] for name in names[len(kinds) :]}
         signature = dict(zip(names, kinds + ["constexpr"] * len(chosen), strict=True))
         constants = {(names.index(name),): value for name, value in chosen.items()}
         target = GPUTarget("cuda", capability, 32)

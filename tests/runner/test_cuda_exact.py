@@ -19,7 +19,7 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
     "qwen3": {
-        "model_type": "qwen3", "vocab_size": 4099, "hidden_size": 512, "intermediate_size": 1536,
+        "model_type": "qwen3", "vocab_size": 66001, "hidden_size": 512, "intermediate_size": 1536,
         "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
         "max_position_embeddings": 2048, "tie_word_embeddings": True,
     },

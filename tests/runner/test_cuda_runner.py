@@ -11,6 +11,7 @@ from runner_drive import Drive, greedy
 
 from tandem.attention.contract import KVCache
 from tandem.attention.reference import ReferenceAttention
+from tandem.kernels.sample import NOBODY, winners_torch
 from tandem.models.registry import build, spec_from_config
 from tandem.request import SamplingParams
 from tandem.runner.cpu import CpuRunner
@@ -194,6 +195,7 @@ def test_logprobs_and_prompt_logprobs_come_home(model):
 def test_out_of_memory_ends_the_newest_request_of_the_step_alone(model):
     class Hungry(torch.nn.Module):
         spec, logits, embedding_VE = model.spec, model.logits, model.embedding_VE
+        raise_winners = model.raise_winners
 
         def forward(self, batch, cache, backend):
             if len(batch.ids_T) > 20:
@@ -210,6 +212,29 @@ def test_out_of_memory_ends_the_newest_request_of_the_step_alone(model):
         assert "out of memory" in driven.sequences[2].error
         assert outputs == {**alone, "c": []}
         assert runner.statistics()["out_of_memory"] >= 1
+
+
+@pytest.mark.parametrize("uses_graphs", [False, True])
+def test_greedy_steps_take_winners_where_products_raise_them(model, uses_graphs, monkeypatch):
+    asked, raised = requests(lambda i: greedy(9 + i)), []
+    want = drive(make(model), asked)[0]
+    runner = make(model, uses_graphs=uses_graphs)
+
+    def raise_winners(hidden_RE, num_tokens, winners_RW):
+        assert (winners_RW == NOBODY).all(), "the last step has left them so"
+        winners_RW[:, 0] = winners_torch(model.logits(hidden_RE)[:, :num_tokens])
+        raised.append(len(hidden_RE))
+        return True
+
+    monkeypatch.setattr(model, "raise_winners", raise_winners)
+    assert drive(runner, asked)[0] == want and raised
+    assert (runner._lanes.winners_SW == NOBODY).all()
+    monkeypatch.setattr(model, "raise_winners", lambda _, __, winners_RW: winners_RW[:, :1].fill_(SEVEN) is not None)
+    wrong = drive(make(model, uses_graphs=uses_graphs), asked)[0]
+    assert all(set(tokens[1:]) == {7} for tokens in wrong.values()), "all but the first, which prompts' steps choose"
+
+
+SEVEN = (5 << 32) | (0x7FFFFFFF - 7)
 
 
 def test_memory_that_a_step_in_flight_owns_is_not_written(model):

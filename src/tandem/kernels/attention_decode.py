@@ -132,7 +132,7 @@ def _leave_part(
 
 
 @triton.jit
-def _offset(table_ptr, positions, block_stride, position_stride, P: tl.constexpr):
+def cache_offset(table_ptr, positions, block_stride, position_stride, P: tl.constexpr):
     """Where positions of a span lie in the cache; of those before its beginning, any place."""
     positions = tl.maximum(positions, 0)
     blocks = tl.load(table_ptr + positions // P).to(tl.int64)
@@ -140,13 +140,13 @@ def _offset(table_ptr, positions, block_stride, position_stride, P: tl.constexpr
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride,
     D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Keys [WIDTH, TILE] and values [TILE, WIDTH] of these positions, through the block table."""
     inner = tl.arange(0, WIDTH)
-    offsets = _offset(table_ptr, tl.minimum(columns, length - 1), block_stride, position_stride, P)
+    offsets = cache_offset(table_ptr, tl.minimum(columns, length - 1), block_stride, position_stride, P)
     if WIDTH == D:
         key = tl.load(keys_ptr + offsets[None, :] + inner[:, None])
         value = tl.load(values_ptr + offsets[:, None] + inner[None, :])
@@ -157,7 +157,7 @@ def _load_tile(
 
 
 @triton.jit
-def _put_newest(key, value, new_key_ptr, new_value_ptr, columns, length, D: tl.constexpr, WIDTH: tl.constexpr):
+def put_newest(key, value, new_key_ptr, new_value_ptr, columns, length, D: tl.constexpr, WIDTH: tl.constexpr):
     """A tile that was loaded too early to hold the step's own token, with it; past L1, which may hold the old one."""
     inner = tl.arange(0, WIDTH)
     new_key = tl.load(new_key_ptr + inner, inner < D, other=0.0, cache_modifier=".cg")
@@ -170,7 +170,7 @@ def _put_newest(key, value, new_key_ptr, new_value_ptr, columns, length, D: tl.c
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     acc, top, total, query, key, value, columns, end, oldest, scale, softcap,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -193,10 +193,10 @@ def _attend_tiles(
     lanes = tl.arange(0, TILE)
     for tile in range(start, end, TILE):
         columns = tile + lanes
-        key, value = _load_tile(
+        key, value = load_tile(
             keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
         )
-        acc, top, total = _attend_tile(
+        acc, top, total = attend_tile(
             acc, top, total, query, key, value, columns, end, oldest, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
         )
     return acc, top, total
@@ -236,8 +236,11 @@ def _decode_kernel(
     keys_ptr += head * D
     values_ptr += head * D
     if AHEAD:  # so are all keys and values but the newest token's
-        newest, columns = _offset(table_ptr, length - 1, block_stride, position_stride, P), start + tl.arange(0, TILE)
-        key, value = _load_tile(
+        newest, columns = (
+            cache_offset(table_ptr, length - 1, block_stride, position_stride, P),
+            start + tl.arange(0, TILE),
+        )
+        key, value = load_tile(
             keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
         )
     if PDL > 0:
@@ -250,8 +253,8 @@ def _decode_kernel(
     acc, top, total = nothing_yet(ROWS, WIDTH)
     oldest = length - window
     if AHEAD:
-        key, value = _put_newest(key, value, keys_ptr + newest, values_ptr + newest, columns, length, D, WIDTH)
-        acc, top, total = _attend_tile(
+        key, value = put_newest(key, value, keys_ptr + newest, values_ptr + newest, columns, length, D, WIDTH)
+        acc, top, total = attend_tile(
             acc, top, total, query, key, value, columns, end, oldest, scale, softcap, HAS_WINDOW, HAS_SOFTCAP, UPCAST
         )
         total, acc = tl.where(length > 0, total, 0.0), tl.where(length > 0, acc, 0.0)

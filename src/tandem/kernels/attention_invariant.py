@@ -19,9 +19,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.attention_decode import LOG2_E, NOTHING, Scratch, nothing_yet
+from tandem.kernels.attention_decode import (
+    LOG2_E,
+    NOTHING,
+    Scratch,
+    attend_tile,
+    cache_offset,
+    load_tile,
+    nothing_yet,
+    put_newest,
+)
 from tandem.kernels.attention_prefill import LONG, NEAR, SHORT, chunk_begin, chunk_of, fold_tiles, merge, shape_for
-from tandem.kernels.launch import interpreted, next_power_of_2, options, start, target_or_h200
+from tandem.kernels.launch import interpreted, next_power_of_2, options, reads_ahead, start, target_or_h200
 
 SCRATCH_BYTES = 64 << 20  # for the chunks of a launch; more spans than fit are attended in several launches
 TOGETHER = tl.constexpr(8)  # chunks whose loads are in flight together when they are merged
@@ -63,7 +72,7 @@ def _chunk_kernel(
     scale, softcap, window, query_stride, block_stride, position_stride, table_stride,
     K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr,
     TILE: tl.constexpr, NEAR: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, span, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL == 1:
@@ -74,6 +83,13 @@ def _chunk_kernel(
     num_chunks = chunk_of(tl.maximum(length, 1) - 1, NEAR, SHORT, LONG) + 1 - skipped
     low = tl.maximum(chunk_begin(skipped + chunk, NEAR, SHORT, LONG), first)
     high = tl.minimum(chunk_begin(skipped + chunk + 1, NEAR, SHORT, LONG), length)
+    table_ptr = tables_ptr + span.to(tl.int64) * table_stride
+    if AHEAD:
+        near_keys, near_values, columns = keys_ptr + head * D, values_ptr + head * D, low + tl.arange(0, TILE)
+        newest = cache_offset(table_ptr, length - 1, block_stride, position_stride, P)
+        key, value = load_tile(
+            near_keys, near_values, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
+        )
     if PDL > 0:
         gdc_wait()
     if chunk >= num_chunks:  # behind the wait: a kernel is done only when all before it are
@@ -83,10 +99,18 @@ def _chunk_kernel(
     query_ptr = queries_ptr + span.to(tl.int64) * query_stride + head * (G * D)
     query = tl.load(query_ptr + rows[:, None] * D + inner[None, :], row_mask, other=0.0)
     part, part_top, part_total = nothing_yet(ROWS, WIDTH)
+    if AHEAD:
+        key, value = put_newest(key, value, near_keys + newest, near_values + newest, columns, length, D, WIDTH)
+        part, part_top, part_total = attend_tile(
+            part, part_top, part_total, query, key, value, columns, high, length - window, scale, softcap, HAS_WINDOW,
+            HAS_SOFTCAP, UPCAST,
+        )  # fmt: skip
+        part, part_total = tl.where(length > 0, part, 0.0), tl.where(length > 0, part_total, 0.0)
+        low += TILE
     part, part_top, part_total = fold_tiles(
-        part, part_top, part_total, query, length - 1 + rows * 0, keys_ptr, values_ptr,
-        tables_ptr + span.to(tl.int64) * table_stride, head, low, high, length, window, scale, softcap, block_stride,
-        position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST, False, False,
+        part, part_top, part_total, query, length - 1 + rows * 0, keys_ptr, values_ptr, table_ptr, head, low, high,
+        length, window, scale, softcap, block_stride, position_stride, D, WIDTH, P, TILE, True, HAS_WINDOW,
+        HAS_SOFTCAP, UPCAST, False, False,
     )  # fmt: skip
     if PDL == 2:
         gdc_launch_dependents()
@@ -119,7 +143,8 @@ def invariant_decode_attention(
     """
     num_spans, (num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[2:]
     group = queries_THD.shape[1] // num_kv_heads
-    num_chunks, rows, tile, num_warps, num_stages = invariant_form(num_spans, max_length, keys_NPKD, group, window)
+    form = invariant_form(num_spans, max_length, keys_NPKD, group, window)
+    num_chunks = form.num_chunks
     most = spans_at_once(num_chunks, queries_THD.shape[1], head_dim)
     if num_chunks > 1:
         scratch.reserve(min(num_spans, most) * num_kv_heads, num_chunks, group, head_dim)
@@ -129,22 +154,24 @@ def invariant_decode_attention(
             queries_THD[part], keys_NPKD, values_NPKD, tables_SB[part], lengths_S[part], out_THD[part],
             scratch.partial, scratch.marks, scratch.tickets,
             scale * LOG2_E, softcap or 1.0, window or 0, queries_THD.stride(0), keys_NPKD.stride(0),
-            keys_NPKD.stride(1), tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=rows, D=head_dim,
-            WIDTH=next_power_of_2(head_dim), P=keys_NPKD.shape[1], TILE=tile, NEAR=NEAR, SHORT=SHORT,
-            LONG=LONG, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, UPCAST=interpreted(),
-            enable_fp_fusion=False, **options(queries_THD, "attention", num_warps, num_stages),
+            keys_NPKD.stride(1), tables_SB.stride(0), K=num_kv_heads, G=group, ROWS=form.rows, D=head_dim,
+            WIDTH=next_power_of_2(head_dim), P=keys_NPKD.shape[1], TILE=form.tile, NEAR=NEAR, SHORT=SHORT,
+            LONG=LONG, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, AHEAD=form.ahead,
+            UPCAST=interpreted(), enable_fp_fusion=False,
+            **options(queries_THD, "attention", form.num_warps, form.num_stages),
         )  # fmt: skip
 
 
 class InvariantForm(NamedTuple):
     """All that is chosen for a launch, and that a captured graph bakes in: how many chunks a span has at most, query
-    rows of a tile, its tokens, and the program's warps and stages."""
+    rows of a tile, its tokens, the program's warps and stages, and whether its first tile is read ahead of the wait."""
 
     num_chunks: int
     rows: int
     tile: int
     num_warps: int
     num_stages: int
+    ahead: bool = False
 
     @property
     def kernel(self) -> "InvariantForm":
@@ -157,6 +184,7 @@ def invariant_form(
 ) -> InvariantForm:  # fmt: skip
     """Tiles are prefill's, on which sums depend; stages are free. group: query heads a KV head.
 
+    Where a tile is read ahead few are left, of chunks before NEAR one: stages only take shared memory from neighbours.
     Where programs wait for each other anyway one warp of 16 rows does as much as four of 64, most of which are empty.
     """
     num_kv_heads, head_dim = keys_NPKD.shape[2:]
@@ -167,7 +195,9 @@ def invariant_form(
     target = target_or_h200(keys_NPKD.device)
     is_few = num_spans * num_kv_heads * num_chunks <= 4 * target.num_multiprocessors
     if is_few or group > 16 or target.capability[0] != 9:  # elsewhere it is not known to add up alike
-        return InvariantForm(num_chunks, rows, tile, num_warps, 3)
+        if not reads_ahead(num_spans):
+            return InvariantForm(num_chunks, rows, tile, num_warps, 3)
+        return InvariantForm(num_chunks, rows, tile, num_warps, 1 if max_length <= NEAR else 2, True)
     return InvariantForm(num_chunks, 16, tile, 1, 3)
 
 

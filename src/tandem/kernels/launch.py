@@ -103,7 +103,8 @@ def _imports(name: str) -> bool:
 #   - weights, and tables made when the model was: nothing in a step writes them;
 #   - what was written two kernels back or more, by kernels whose predecessor is in mode 2, for that one was past its
 #     own wait when it let them start: attention behind rope (lengths, block tables, order of spans), the end of a
-#     step behind sample (hidden states). So rope and sample stay in 2;
+#     step behind sample, or behind the product that raises winners (hidden states). So rope, sample and linear, as
+#     which that product is launched, stay in 2;
 #   - where rope lets attention start early (reads_ahead), what was written before the first norm of the step: that one
 #     is in mode 2, and none behind it writes lengths, tables, or keys and values that a span of one token reads, but
 #     its own: blocks are shared once an earlier step has computed them (Ledger.learn; fork behind the prompt's step).

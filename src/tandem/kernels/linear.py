@@ -24,6 +24,7 @@ STREAM_BYTES = 222 * 1024  # shared memory of a program of linear_stream.py, mos
 SPREAD_BYTES = 114 * 1024
 WIDE_TILES = ((64, 64), (64, 128), (128, 128), (256, 128))  # rows and tokens, above FEW_TOKENS
 WIDE_BYTES = 192 * 1024
+VOCABULARY = 1 << 16  # rows of the largest matrices that are not gated
 LARGE = 1 << 24  # weights: above, the bandwidth of memory counts more than what a kernel's start and end take
 
 
@@ -86,6 +87,20 @@ def gated_linear(
     return gated(linear(x_TI, weight_2FI, bias_2F), activation)
 
 
+def raise_winners(x_TI: Tensor, weight_VI: Tensor, num_ids: int, winners_TW: Tensor, invariant: bool = False) -> bool:
+    """Raise winners_TW (winners_torch of sample.py) by the first num_ids logits of each token, writing none of them.
+
+    Returns False, with nothing done, for shapes that own products were not measured to be best at.
+    """
+    if not _is_ours(x_TI, weight_VI) or (invariant and not streams(weight_VI, False)):
+        return False
+    tiles = _tiles(x_TI, weight_VI) if weight_VI.shape[0] >= VOCABULARY else None
+    if tiles is None:
+        return False
+    _product(x_TI, weight_VI, None, {**tiles, "num_ids": num_ids, "winners_TW": winners_TW})
+    return True
+
+
 def _is_ours(x_TI: Tensor, weight_NI: Tensor) -> bool:
     return (
         x_TI.dim() == 2 and weight_NI.dtype == x_TI.dtype and x_TI.dtype in (torch.bfloat16, torch.float16)
@@ -116,20 +131,25 @@ def _invariant(
 
     parts = 1 if activation else invariant_parts(*weight_NI.shape)
     as_parts = as_parts and parts > 1
-    num_tokens, num_rows = x_TI.shape[0], weight_NI.shape[0]
     if not streams(weight_NI, activation is not None):
         y = invariant_linear(x_TI, weight_NI, bias_N, parts)
-    elif num_tokens > MOST_TOKENS:
+    elif x_TI.shape[0] > MOST_TOKENS:
         y = invariant_linear(x_TI, weight_NI, bias_N, parts, as_parts)
     else:
-        if num_tokens > FEW_TOKENS:
-            tiles = wide_tiles(num_tokens, num_rows, parts, num_multiprocessors(x_TI.device))
-        else:
-            rows = 64 if activation is None else gated_rows(num_rows)
-            tiles = stream_tiles(num_tokens, rows, weight_NI.shape[1], parts)
+        tiles = _invariant_tiles(x_TI, weight_NI, parts, activation is not None)
         y = _product(x_TI, weight_NI, bias_N if parts == 1 else None, tiles, activation)
         return sum_parts_triton(y, bias_N, x_TI.dtype) if parts > 1 and not as_parts else y
     return gated(y, activation) if activation else y
+
+
+def _invariant_tiles(x_TI: Tensor, weight_NI: Tensor, parts: int, gated: bool) -> dict[str, Any]:
+    """Of linear_stream.py, up to MOST_TOKENS."""
+    num_tokens, (num_rows, size) = x_TI.shape[0], weight_NI.shape
+    if num_tokens > FEW_TOKENS:
+        return wide_tiles(num_tokens, num_rows, parts, num_multiprocessors(x_TI.device))
+    if num_rows >= VOCABULARY and not gated:
+        return vocabulary_tiles(num_tokens, size)
+    return stream_tiles(num_tokens, gated_rows(num_rows) if gated else 64, size, parts)
 
 
 def streams(weight_NI: Tensor, gated: bool) -> bool:
@@ -175,7 +195,7 @@ def tiles_for(
     if gated:
         rows, step = gated_rows(num_rows), 64 if num_rows >= 12288 and num_tokens > 16 else 128
         return {"tokens": tokens, "rows": rows, "step": step, "num_stages": 3 if rows * step > 8192 else 4}
-    if num_rows >= 65536 and num_tokens <= 32:
+    if num_rows >= VOCABULARY and num_tokens <= 32:
         return {"tokens": tokens, "rows": 64, "step": 128, "num_parts": 1, "num_stages": 4}
     if num_rows > 8192:
         return None
@@ -189,13 +209,12 @@ def stream_tiles_for(
     """As tiles_for, of linear_stream.py."""
     if num_tokens > FEW_TOKENS:
         return wide_tiles_for(num_tokens, num_rows, size, num_processors, gated)
-    if not gated and (num_rows > 8192 and (num_rows < 65536 or num_tokens > 32)):
+    if not gated and 8192 < num_rows < VOCABULARY:
         return None
     if gated:
         return stream_tiles(num_tokens, gated_rows(num_rows), size, 1)
-    if num_rows >= 65536:
-        tiles = stream_tiles(num_tokens, 64, size, 1, STREAM_BYTES // 2)
-        return {**tiles, "least_bytes": 0}  # so many programs spread anyway, and of two one begins as the other ends
+    if num_rows >= VOCABULARY:
+        return vocabulary_tiles(num_tokens, size)
     return stream_tiles(num_tokens, 64, size, stream_parts(num_rows, size, num_processors))
 
 
@@ -223,6 +242,17 @@ def stream_tiles(
     return {
         "tokens": tokens, "rows": rows, "step": step, "num_parts": num_parts, "num_stages": stages,
         "least_bytes": SPREAD_BYTES, "lag": int(num_tokens <= 16 and stages > 2),
+    }  # fmt: skip
+
+
+def vocabulary_tiles(num_tokens: int, size: int) -> dict[str, Any]:
+    """Up to FEW_TOKENS: two programs a multiprocessor, of which one begins as the other ends; so many spread anyway."""
+    rows, tokens = 64 if num_tokens <= 32 else 128, 8 if num_tokens <= 8 else token_tile(num_tokens)
+    step = min(128, size)
+    stages = STREAM_BYTES // 2 // (2 * step * (rows + tokens))
+    return {
+        "tokens": tokens, "rows": rows, "step": step, "num_parts": 1, "num_stages": stages,
+        "lag": int(num_tokens <= 16),
     }  # fmt: skip
 
 

@@ -32,8 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tandem.kernels.launch import options, start
+from tandem.kernels.sample import NOBODY as NO_WINNER
+from tandem.kernels.sample import WINNER as WINNER_SIZE
 
 INNER = 64  # elements of the inner dimension in 128 bytes, the width of a swizzled tile of shared memory
+NOBODY, WINNER = gl.constexpr(NO_WINNER), gl.constexpr(WINNER_SIZE)
 LAYOUTS = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3, 4, 5)}
 
 
@@ -112,6 +115,36 @@ def _write(acc, bias_ptr, out_ptr, first_row, first_token, apart, T, N, IS_FIRST
 
 
 @gluon.jit
+def _order(bits):
+    """The bits of float32s as integers that order as these do, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@gluon.jit
+def _challenge(acc, winners_ptr, first_row, first_token, apart, T, N, num_warps: gl.constexpr, ROUNDING: gl.constexpr):
+    """As challenge of sample_triton.py. Rows of a warp are compared; warps do not wait for each other."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    logit = acc.to(ROUNDING).to(gl.float32) + 0.0  # -0.0 becomes 0.0
+    # The last 13 bits of a number that was rounded to 16 are all alike: the row within the tile takes their place.
+    key = (_order(logit.to(gl.int32, bitcast=True)) & -8192) | gl.expand_dims(8191 - rows, 1)
+    key = gl.where((logit > float("-inf")) & gl.expand_dims(first_row + rows < N, 1), key, -0x80000000)
+    best = gl.max(gl.reshape(key, [ROWS // (16 * num_warps), num_warps, 16, TOKENS]), axis=2)
+    best = gl.max(best, axis=0)
+    order = (best & -8192) | gl.where(best < 0, 8191, 0)
+    winner = (order.to(gl.int64) << 32) | (0x7FFFFFFF - 8191 - first_row + (best & 8191)).to(gl.int64)
+    winner = gl.where(best > -0x80000000, winner, NOBODY)
+    columns = gl.arange(0, TOKENS, gl.SliceLayout(0, best.type.layout))
+    tokens = first_token + columns + gl.where(columns < TOKENS // 2, 0, apart - TOKENS // 2)
+    targets = gl.expand_dims(winners_ptr + tokens * WINNER, 0)
+    is_there = gl.expand_dims(tokens < T, 0)
+    wins = is_there & (winner > gl.load(targets, is_there, other=NOBODY, cache_modifier=".cg"))
+    gl.atomic_max(targets + gl.full([num_warps, TOKENS], 0, gl.int32, best.type.layout), winner, wins, sem="relaxed")
+
+
+@gluon.jit
 def _multiply(acc, weight_tiles, token_tiles, first_tile, TILES: gl.constexpr):
     for number in gl.static_range(TILES):
         tile = first_tile + number
@@ -121,10 +154,10 @@ def _multiply(acc, weight_tiles, token_tiles, first_tile, TILES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "apart"])
 def _stream_kernel(
-    x, weights, bias_ptr, out_ptr, T, N, size, part_size, apart,
+    x, weights, bias_ptr, out_ptr, T, N, num_ids, size, part_size, apart,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     WHOLE: gl.constexpr, PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
-    LAG: gl.constexpr, OPERAND: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BEST: gl.constexpr, LAG: gl.constexpr, OPERAND: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     # out[T, N] = x[T, I] · weights[N, I]ᵀ, a stage at a time: TILES tiles of ROWS × 64 weights and TOKENS × 64 of x.
     # WHOLE: all stages of a part fit, so that no slot is filled twice. HELD: memory of how many stages is taken.
@@ -175,6 +208,9 @@ def _stream_kernel(
         acc = warpgroup_mma_wait(0, deps=(acc,))
     if PDL == 2:
         _let_successor_start()
+    if BEST:
+        _challenge(acc, out_ptr, first_row, first_token, apart, T, num_ids, num_warps, x.dtype)
+        return
     if PARTS:
         out_ptr += part.to(gl.int64) * T * N
     _write(acc, bias_ptr, out_ptr, first_row, first_token, apart, T, N, part == 0, HAS_BIAS, GATED, GELU)
@@ -183,6 +219,7 @@ def _stream_kernel(
 def stream(
     x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, *, tokens: int, rows: int, step: int, num_parts: int = 1,
     num_stages: int = 4, least_bytes: int = 0, lag: int = 0, num_warps: int = 4, activation: str | None = None,
+    num_ids: int = 0, winners_TW: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As skinny of linear_triton.py, with tiles of 8 tokens and more. See streams and aligned of linear.py.
 
@@ -198,7 +235,9 @@ def stream(
     num_stages = min(num_stages, part_size // step)
     num_held = max(num_stages, triton.cdiv(least_bytes, 2 * step * (rows + tokens)))
     shape = (num_parts, num_tokens, num_rows) if num_parts > 1 else (num_tokens, num_rows)
-    out = torch.empty(shape, dtype=torch.float32 if num_parts > 1 else x_TI.dtype, device=x_TI.device)
+    out = winners_TW
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32 if num_parts > 1 else x_TI.dtype, device=x_TI.device)
     # Tiles as the outer dimension, so that one request brings a stage of them. Gate and up rows by turns of 8.
     columns, tiles = size // INNER, step // INNER
     x, apart = _token_tiles(x_TI, tokens, tiles)
@@ -210,11 +249,12 @@ def stream(
         weights = TensorDescriptor(weight_NI, whole, strides, [tiles, rows, INNER], LAYOUTS[3])
     grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(num_rows, rows // (2 if activation else 1)), num_parts)
     start(_stream_kernel, grid,
-        x, weights, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, part_size, apart,
+        x, weights, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, num_ids, size, part_size, apart,
         TOKENS=tokens, ROWS=rows, TILES=tiles, STAGES=num_stages, HELD=num_held,
         WHOLE=num_stages * step >= part_size, PARTS=num_parts > 1, HAS_BIAS=bias_N is not None,
-        GATED=activation is not None, GELU=activation == "gelu", LAG=lag, OPERAND=LAYOUTS[2],
-        **options(x_TI, "stream", num_warps),
+        GATED=activation is not None, GELU=activation == "gelu",
+        BEST=winners_TW is not None, LAG=lag, OPERAND=LAYOUTS[2],
+        **options(x_TI, "stream" if winners_TW is None else "linear", num_warps),
     )  # fmt: skip
     return out
 

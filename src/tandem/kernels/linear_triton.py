@@ -20,14 +20,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.kernels.activation_triton import activate
 from tandem.kernels.attention_decode import product
 from tandem.kernels.launch import interpreted, options, start
+from tandem.kernels.sample_triton import challenge
 
 
 # T is not specialised: with T = 1 known, the compiler lays the activations out worse.
 @triton.jit(do_not_specialize=["T"])
 def _skinny_kernel(
-    x_ptr, weights, bias_ptr, out_ptr, T, N, size, x_stride, part_size,
+    x_ptr, weights, bias_ptr, out_ptr, T, N, num_ids, size, x_stride, part_size,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, BEST: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # out[T, N] = x[T, I] · weights[N, I]ᵀ. GATED: rows n and N + n of the weights give activation(gate) · up; a tile
     # then holds ROWS/2 gate rows and their ROWS/2 up rows.
@@ -69,6 +71,10 @@ def _skinny_kernel(
         rounding: tl.constexpr = out_ptr.dtype.element_ty
         acc = activate(gate.to(rounding).to(tl.float32), GELU) * up.to(rounding).to(tl.float32)
     out_rows = first_row + tl.arange(0, outs)
+    if BEST:
+        rounded = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+        challenge(rounded, out_rows, tokens, out_ptr, T, num_ids)
+        return
     mask = (out_rows < N)[:, None] & (tokens < T)[None, :]
     targets = out_ptr + (tokens.to(tl.int64) * N)[None, :] + out_rows[:, None]
     if PARTS:
@@ -85,12 +91,14 @@ def _accumulate(acc, weight, x, UPCAST: tl.constexpr):
 
 def skinny(
     x_TI: Tensor, weight_NI: Tensor, bias_N: Tensor | None, *, tokens: int, rows: int, step: int, num_parts: int = 1,
-    num_stages: int = 4, num_warps: int = 4, activation: str | None = None, as_parts: bool = False,
+    num_stages: int = 4, num_warps: int = 4, activation: str | None = None, as_parts: bool = False, num_ids: int = 0,
+    winners_TW: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x · Wᵀ + b, bfloat16 or float16, with the given tiles.
 
     num_parts > 1 or as_parts: float32 partial sums [parts, T, N]. activation "silu" or "gelu": [T, N/2] of the two
-    halves of W's rows; num_parts is 1 then.
+    halves of W's rows; num_parts is 1 then. winners_TW: are raised by the first num_ids of W's rows, and returned
+    instead of any product; see winners_torch of sample.py.
     """
     num_tokens, size = x_TI.shape
     assert weight_NI.is_contiguous() and x_TI.stride(1) == 1 and (activation is None or num_parts == 1)
@@ -99,13 +107,15 @@ def skinny(
     part_size = triton.cdiv(triton.cdiv(size, step), num_parts) * step
     num_parts = triton.cdiv(size, part_size)
     shape = (num_parts, num_tokens, num_rows) if as_parts else (num_tokens, num_rows)
-    out = torch.empty(shape, dtype=torch.float32 if as_parts else x_TI.dtype, device=x_TI.device)
+    out = winners_TW
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32 if as_parts else x_TI.dtype, device=x_TI.device)
     grid = (triton.cdiv(num_rows, rows // (2 if activation else 1)), num_parts, triton.cdiv(num_tokens, tokens))
     start(_skinny_kernel, grid,
-        x_TI, weight_NI, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, size, x_TI.stride(0),
-        part_size, TOKENS=tokens, ROWS=rows, STEP=step, EVEN=size % step == 0, PARTS=as_parts,
+        x_TI, weight_NI, weight_NI if bias_N is None else bias_N, out, num_tokens, num_rows, num_ids, size,
+        x_TI.stride(0), part_size, TOKENS=tokens, ROWS=rows, STEP=step, EVEN=size % step == 0, PARTS=as_parts,
         HAS_BIAS=bias_N is not None, GATED=activation is not None, GELU=activation == "gelu",
-        UPCAST=interpreted(), **options(x_TI, "linear", num_warps, num_stages),
+        BEST=winners_TW is not None, UPCAST=interpreted(), **options(x_TI, "linear", num_warps, num_stages),
     )  # fmt: skip
     return out
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from tandem.kernels.launch import runs_triton
 
 ROUNDS = 7
+WINNER = 16  # int64 a winner lies apart from the next: 128 bytes, so that programs seldom queue for one line
+NOBODY = -(1 << 63)
 LANES = 1024  # ids base + lane + 1024·word share a counter: base // 4096 · 1024 + lane
 
 
@@ -83,6 +85,20 @@ def sample(
 
         return sample_triton(logits_RV, temperatures_R, top_ks_R, top_ps_R, min_ps_R, seeds_R, positions_R)
     return sample_torch(logits_RV, temperatures_R, top_ks_R, top_ps_R, min_ps_R, seeds_R, positions_R)
+
+
+def winners_torch(logits_RV: Tensor) -> Tensor:
+    """The best (logit, id) of each row as one int64 [R] that is ordered as they are: the lower id wins among equals.
+
+    Upper half: the float32's bits, those of negative ones reversed, so that they order as integers; lower half:
+    2³¹ - 1 - id. So products raise a row's winner by an atomic maximum, in any order, and need not write logits.
+    NOBODY: no logit is above -inf, NaN among them.
+    """
+    logits = torch.where(logits_RV == 0, 0.0, logits_RV.float())  # -0.0 equals 0.0
+    bits = logits.contiguous().view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    keys = (order << 32) | (0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device))
+    return torch.where(logits > -torch.inf, keys, NOBODY).amax(-1)
 
 
 def greedy(logits_RV: Tensor) -> Tensor:

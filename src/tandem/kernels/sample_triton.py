@@ -14,9 +14,24 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.launch import interpreted, num_multiprocessors, options, start
-from tandem.kernels.sample import LANES, ROUNDS
+from tandem.kernels.sample import LANES, NOBODY, ROUNDS, WINNER
 
 NOTHING = tl.constexpr(float("-inf"))
+NO_WINNER, WINNER_SIZE = tl.constexpr(NOBODY), tl.constexpr(WINNER)
+
+
+@triton.jit
+def challenge(logits, rows, tokens, winners_ptr, num_tokens, num_ids):
+    """Raise each token's winner (winners_torch) by these logits, float32 [rows, tokens]; rows are ids."""
+    logits = tl.where(logits == 0.0, 0.0, logits)
+    bits = logits.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - rows)[:, None].to(tl.int64)
+    best = tl.max(tl.where((logits > NOTHING) & (rows < num_ids)[:, None], keys, NO_WINNER), axis=0)
+    targets, is_there = winners_ptr + tokens.to(tl.int64) * WINNER_SIZE, tokens < num_tokens
+    # Few programs find something better; those that do not must not queue for the line. What is read may be old.
+    wins = is_there & (best > tl.load(targets, is_there, other=NO_WINNER, cache_modifier=".cg"))
+    tl.atomic_max(targets, best, wins, sem="relaxed")
 
 
 @triton.jit
@@ -46,8 +61,16 @@ def _better(score, index, other_score, other_index):
 
 
 @triton.jit
+def _logits(row_ptr, ids, V, readable):
+    """Of these ids, float32; NOTHING for those from V on. readable: V, rounded up to a whole read where the row is so
+    long, since a mask that ends within 16 bytes costs a request for each id."""
+    logits = tl.load(row_ptr + ids, ids < readable, other=NOTHING).to(tl.float32)
+    return tl.where(ids < V, logits, NOTHING)
+
+
+@triton.jit
 def _draw(
-    row_ptr, low, high, V, inverse, anchor, seed, position, floor, at_least,
+    row_ptr, low, high, V, readable, inverse, anchor, seed, position, floor, at_least,
     LANES: tl.constexpr, ROUNDS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The best (score, id) among ids low .. high whose scaled logit is above floor and not below at_least, and the mass
@@ -62,7 +85,7 @@ def _draw(
         words = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero, n_rounds=ROUNDS)
         for number in tl.static_range(4):
             ids = base + number * LANES + lanes
-            scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+            scaled = _logits(row_ptr, ids, V, readable) * inverse
             mass += tl.exp(scaled - anchor)
             kept = (scaled > floor) & (scaled >= at_least)
             score = tl.where(kept, scaled + _noise(words[number], FAST), NOTHING)
@@ -79,7 +102,7 @@ def _reduce(best, best_id):
 
 @triton.jit
 def _stretch_kernel(
-    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr, V, row_stride, stretch,
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr, V, readable, row_stride, stretch,
     GREEDY: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # floats: [R, stretches, 3] highest logit, its mass in this stretch, best noisy score; ids: [R, stretches, 2].
@@ -96,7 +119,7 @@ def _stretch_kernel(
     for base in range(low, high, 4 * LANES):
         for number in tl.static_range(4):
             ids = base + number * LANES + lanes
-            logit = tl.load(row_ptr + ids, ids < high, other=NOTHING).to(tl.float32)
+            logit = _logits(row_ptr, ids, high, tl.minimum(part * stretch + stretch, readable))
             best, best_id = _better(best, best_id, logit, ids)
     top, top_id = _reduce(best, best_id)
     if PDL == 2:
@@ -111,7 +134,7 @@ def _stretch_kernel(
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
             anchor = tl.maximum(top * inverse, -3.0e38)
             score, drawn, mass = _draw(
-                row_ptr, low, high, V, inverse, anchor, seed, position, NOTHING, NOTHING, LANES, ROUNDS, FAST
+                row_ptr, low, high, V, readable, inverse, anchor, seed, position, NOTHING, NOTHING, LANES, ROUNDS, FAST
             )
             tl.store(floats_ptr + place * 3 + 1, mass)
             tl.store(floats_ptr + place * 3 + 2, score)
@@ -119,13 +142,13 @@ def _stretch_kernel(
 
 
 @triton.jit
-def _above(row_ptr, V, inverse, anchor, bound, BLOCK: tl.constexpr):
+def _above(row_ptr, V, readable, inverse, anchor, bound, BLOCK: tl.constexpr):
     """Mass (relative to exp(anchor)) and number of the ids whose scaled logit is above bound."""
     lanes = tl.arange(0, BLOCK)
     mass, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for base in range(0, V, BLOCK):
         ids = base + lanes
-        scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+        scaled = _logits(row_ptr, ids, V, readable) * inverse
         higher = scaled > bound
         mass += tl.where(higher, tl.exp(scaled - anchor), 0.0)
         count += higher.to(tl.int32)
@@ -133,13 +156,13 @@ def _above(row_ptr, V, inverse, anchor, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _count(row_ptr, V, inverse, bounds, BLOCK: tl.constexpr):
+def _count(row_ptr, V, readable, inverse, bounds, BLOCK: tl.constexpr):
     """For each of the eight bounds: how many ids have a scaled logit above it. Vocabularies up to 255 · BLOCK ids."""
     lanes = tl.arange(0, BLOCK)
     some, others = tl.zeros([BLOCK], tl.uint32), tl.zeros([BLOCK], tl.uint32)  # four counts of a byte in each lane
     for base in range(0, V, BLOCK):
         ids = base + lanes
-        scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+        scaled = _logits(row_ptr, ids, V, readable) * inverse
         for number in tl.static_range(4):
             some += tl.where(scaled > bounds[number], 1 << (8 * number), 0).to(tl.uint32)
             others += tl.where(scaled > bounds[4 + number], 1 << (8 * number), 0).to(tl.uint32)
@@ -152,19 +175,19 @@ def _count(row_ptr, V, inverse, bounds, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _highest_upto(row_ptr, V, inverse, bound, BLOCK: tl.constexpr):
+def _highest_upto(row_ptr, V, readable, inverse, bound, BLOCK: tl.constexpr):
     """The highest scaled logit that is not above bound."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], NOTHING, tl.float32)
     for base in range(0, V, BLOCK):
         ids = base + lanes
-        scaled = tl.load(row_ptr + ids, ids < V, other=NOTHING).to(tl.float32) * inverse
+        scaled = _logits(row_ptr, ids, V, readable) * inverse
         best = tl.maximum(best, tl.where(scaled <= bound, scaled, NOTHING))
     return tl.max(best, axis=0)
 
 
 @triton.jit
-def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr, LOOKS: tl.constexpr):
+def _kth(row_ptr, V, readable, inverse, anchor, top_k, BLOCK: tl.constexpr, LOOKS: tl.constexpr):
     """(low, mass above low): the ids above low are the top_k highest, ties with the k-th included.
 
     At least k ids are above low and fewer than k above high; eight bounds a look. The first look spaces its bounds in
@@ -177,7 +200,7 @@ def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr, LOOKS: tl.cons
     )  # fmt: skip
     count, looks = V, 0
     while (looks < LOOKS) & (count != top_k):
-        counts = _count(row_ptr, V, inverse, bounds, BLOCK)
+        counts = _count(row_ptr, V, readable, inverse, bounds, BLOCK)
         enough = False
         for number in tl.static_range(8):  # from the highest bound down: the first with k above it
             if not enough:
@@ -194,13 +217,13 @@ def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr, LOOKS: tl.cons
             high - 6.0 * width, high - 7.0 * width, low,
         )  # fmt: skip
         looks += 1
-    mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
+    mass, count = _above(row_ptr, V, readable, inverse, anchor, low, BLOCK)
     searching = count != top_k
     while searching:
-        value = _highest_upto(row_ptr, V, inverse, high, BLOCK)
+        value = _highest_upto(row_ptr, V, readable, inverse, high, BLOCK)
         high = value - tl.abs(value) * 5.9604644775390625e-08 - 2.0e-38  # just below value
         low = high
-        mass, count = _above(row_ptr, V, inverse, anchor, low, BLOCK)
+        mass, count = _above(row_ptr, V, readable, inverse, anchor, low, BLOCK)
         searching = (count < top_k) & (value > NOTHING)
     return low, mass
 
@@ -208,7 +231,7 @@ def _kth(row_ptr, V, inverse, anchor, top_k, BLOCK: tl.constexpr, LOOKS: tl.cons
 @triton.jit
 def _decide_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr,
-    out_ptr, V, row_stride, num_stretches,
+    out_ptr, V, readable, row_stride, num_stretches,
     GREEDY: tl.constexpr, STRETCHES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
     FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -242,21 +265,34 @@ def _decide_kernel(
             limits_k, limits_p = (top_k > 0) & (top_k < V), top_p < 1.0
             floor = tl.full((), NOTHING, tl.float32)
             if limits_k & limits_p:  # top-p counts what top-k kept, so its mass must be known
-                floor, mass = _kth(row_ptr, V, inverse, anchor, top_k, BLOCK, 4)
+                floor, mass = _kth(row_ptr, V, readable, inverse, anchor, top_k, BLOCK, 4)
             undecided = limits_k | limits_p | (least > NOTHING)
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
             while undecided:
                 value = tl.load(row_ptr + tl.minimum(chosen, V - 1)).to(tl.float32) * inverse
                 kept = (value > floor) & (value >= least)
                 if kept & (limits_k | limits_p):
-                    higher_mass, higher_count = _above(row_ptr, V, inverse, anchor, value, BLOCK)
+                    higher_mass, higher_count = _above(row_ptr, V, readable, inverse, anchor, value, BLOCK)
                     kept = (higher_count < top_k) | (not limits_k)
                     kept = kept & ((higher_mass < top_p * mass) | (not limits_p))
                 undecided = (not kept) & (value < anchor)
                 if undecided:
                     floor = tl.maximum(floor, tl.where(value >= least, value, floor))
                     _score, chosen, _mass = _draw(
-                        row_ptr, 0, V, V, inverse, anchor, seed, position, floor, least, LANES, ROUNDS, FAST
+                        row_ptr,
+                        0,
+                        V,
+                        V,
+                        readable,
+                        inverse,
+                        anchor,
+                        seed,
+                        position,
+                        floor,
+                        least,
+                        LANES,
+                        ROUNDS,
+                        FAST,
                     )
     tl.store(out_ptr + row, tl.minimum(chosen, V - 1).to(tl.int64))
 
@@ -278,16 +314,18 @@ def _launch(logits_RV: Tensor, rows: tuple[Tensor, ...] | None) -> Tensor:
     size, number = _stretches(num_rows, num_ids, logits_RV.device)
     floats = torch.empty((num_rows, number, 3), dtype=torch.float32, device=logits_RV.device)
     ids = torch.empty((num_rows, number, 2), dtype=torch.int32, device=logits_RV.device)
+    whole = triton.cdiv(num_ids, 16) * 16
+    readable = whole if whole <= logits_RV.stride(0) else num_ids
     greedy = rows is None
     temperatures, top_ks, top_ps, min_ps, seeds, positions = rows or (floats, ids, floats, floats, ids, ids)
     fixed = {"GREEDY": greedy, "LANES": LANES, "ROUNDS": ROUNDS, "FAST": not interpreted()}
     start(_stretch_kernel, (number, num_rows),
-        logits_RV, temperatures, seeds, positions, floats, ids, num_ids, logits_RV.stride(0), size, **fixed,
+        logits_RV, temperatures, seeds, positions, floats, ids, num_ids, readable, logits_RV.stride(0), size, **fixed,
         **options(logits_RV, "sample", num_warps=4),
     )  # fmt: skip
     start(_decide_kernel, (num_rows,),
         logits_RV, temperatures, top_ks, top_ps, min_ps, seeds, positions, floats, ids, out_R, num_ids,
-        logits_RV.stride(0), number, STRETCHES=64, BLOCK=1024 if greedy else 8192, **fixed,
+        readable, logits_RV.stride(0), number, STRETCHES=64, BLOCK=1024 if greedy else 8192, **fixed,
         **options(logits_RV, "sample", num_warps=1 if greedy else 16),
     )  # fmt: skip
     return out_R

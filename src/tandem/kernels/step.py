@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.launch import runs_triton
+from tandem.kernels.sample import NOBODY
 
 CARRIED = -1
 
@@ -74,9 +75,15 @@ def finish_torch(
 ) -> None:
     """Keep each row's sampled token in the row, and put it where it travels home from: home_DR[turn], in place.
 
-    home gets the token, or -1 where the hidden state is not finite (NaN or infinity): that row failed alone.
+    tokens_R    ids [R], or winners [R, WINNER] (winners_torch), of which the first in a row counts; it becomes NOBODY.
+    home gets the token, or -1 where the hidden state is not finite (NaN or infinity), or no logit is: that row failed
+    alone.
     """
     finite_R = hidden_RE.abs().amax(-1).isfinite()
+    if tokens_R.dim() == 2:
+        winners_R, tokens_R = tokens_R[:, 0], 0x7FFFFFFF - (tokens_R[:, 0] & 0x7FFFFFFF)
+        finite_R &= winners_R != NOBODY
+        winners_R.fill_(NOBODY)
     last_R[rows_R] = torch.where(finite_R, tokens_R, 0).to(last_R.dtype)
     home_R = torch.where(finite_R, tokens_R, -1).to(home_DR.dtype)
     home_DR[:, : len(home_R)].index_copy_(0, turn_1.long(), home_R[None])

@@ -9,6 +9,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from tandem.kernels.launch import options, start
+from tandem.kernels.sample import NOBODY
+
+NO_WINNER = tl.constexpr(NOBODY)
 
 
 @triton.jit
@@ -91,7 +94,8 @@ def _grow_kernel(pairs, tables, count, TILE: tl.constexpr):
 
 @triton.jit
 def _finish_kernel(
-    tokens, hidden, rows, last, home, turn, size, hidden_stride, home_stride, TILE: tl.constexpr, PDL: tl.constexpr
+    tokens, hidden, rows, last, home, turn, size, token_stride, hidden_stride, home_stride,
+    WINNERS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     num_bad = 0
@@ -99,9 +103,13 @@ def _finish_kernel(
         columns = first + tl.arange(0, TILE)
         x = tl.load(hidden + place * hidden_stride + columns, mask=columns < size, other=0.0).to(tl.float32)
         num_bad += tl.sum((tl.abs(x) < float("inf")).to(tl.int32) ^ 1)
-    if PDL > 0:  # the hidden states were there before the kernel that chooses tokens began
+    if PDL > 0:  # the hidden states were there before the kernel that chooses tokens let this one start
         gdc_wait()
-    token = tl.load(tokens + place).to(tl.int64)
+    token = tl.load(tokens + place * token_stride).to(tl.int64)
+    if WINNERS:
+        num_bad += (token == NO_WINNER).to(tl.int32)
+        token = 0x7FFFFFFF - (token & 0x7FFFFFFF)
+        tl.store(tokens + place * token_stride, NO_WINNER)
     row = tl.load(rows + place).to(tl.int64)
     tl.store(last + row, tl.where(num_bad == 0, token, 0), mask=row >= 0)
     tl.store(home + tl.load(turn) * home_stride + place, tl.where(num_bad == 0, token, -1))
@@ -149,6 +157,7 @@ def finish_triton(
     """See finish_torch."""
     if len(tokens_R):
         start(_finish_kernel, (len(tokens_R),),
-            tokens_R, hidden_RE, rows_R, last_R, home_DR, turn_1, hidden_RE.shape[1], hidden_RE.stride(0),
-            home_DR.stride(0), TILE=1024, **options(hidden_RE, "sample", num_warps=4),
+            tokens_R, hidden_RE, rows_R, last_R, home_DR, turn_1, hidden_RE.shape[1], tokens_R.stride(0),
+            hidden_RE.stride(0), home_DR.stride(0), WINNERS=tokens_R.dim() == 2, TILE=1024,
+            **options(hidden_RE, "sample", num_warps=4),
         )  # fmt: skip

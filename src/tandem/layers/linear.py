@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tandem import kernels
 from tandem.errors import ModelError, SettingError
 from tandem.kernels.linear import linear as linear
+from tandem.kernels.linear import raise_winners as raise_winners
 from tandem.layers.target import Target, whole
 
 

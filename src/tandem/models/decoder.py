@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.layers.attention import AttentionBackend, Batch, KVCache
-from tandem.layers.linear import LinearScheme, host_linear, linear
+from tandem.layers.linear import LinearScheme, host_linear, linear, raise_winners
 from tandem.layers.norm import RMSNorm
 from tandem.layers.rotary import RopeSpec, cos_sin_table
 from tandem.layers.target import Target, whole
@@ -81,6 +81,16 @@ class Decoder(nn.Module):
         if self.spec.logit_softcap is not None:
             return torch.tanh(logits_RV.float() / self.spec.logit_softcap) * self.spec.logit_softcap
         return logits_RV if as_computed else logits_RV.float()
+
+    def raise_winners(self, hidden_RE: Tensor, num_tokens: int | None, winners_RW: Tensor) -> bool:
+        """Raise each row's winner by its logits, of which none is written; see raise_winners of kernels/linear.py.
+
+        num_tokens: ids that may be chosen; None: all. Returns False, with nothing done, where logits are needed.
+        """
+        if self.head is not None or self.head_VE.is_cpu or self.spec.logit_softcap is not None:
+            return False
+        num_ids = num_tokens or self.spec.num_logits
+        return raise_winners(hidden_RE, self.head_VE, num_ids, winners_RW, self.invariant)
 
     def targets(self) -> dict[str, Target]:
         """Hugging Face tensor name → its place; together they cover every parameter exactly once."""

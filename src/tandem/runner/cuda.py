@@ -227,8 +227,10 @@ class CudaRunner:
         if key.path == GENERAL:
             lanes.hidden_SE[:size].copy_(hidden_SE)
             return
-        numbers = None if key.path == GREEDY else {name: tensor[:size] for name, tensor in lanes.numbers.items()}
-        tokens_S = self._sampling.choose(self._model.logits(hidden_SE, True), numbers, lanes.starts_S[:size])
+        tokens_S = lanes.winners_SW[:size]
+        if key.path != GREEDY or not self._model.raise_winners(hidden_SE, self._sampling.num_tokens, tokens_S):
+            numbers = None if key.path == GREEDY else {name: tensor[:size] for name, tensor in lanes.numbers.items()}
+            tokens_S = self._sampling.choose(self._model.logits(hidden_SE, True), numbers, lanes.starts_S[:size])
         finish(tokens_S, hidden_SE, lanes.rows_S[:size], self._rows.last_R, self._home_DR, self._turn_1)
 
     def _spread_step(self, packed: Packed, slot: Slot, sent: Mapping[str, Tensor]) -> Drawn:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.attention.contract import Batch
+from tandem.kernels.sample import NOBODY, WINNER
 from tandem.runner.batch import Layout, Packed
 from tandem.runner.device_sampling import NUMBERS
 from tandem.runner.streams import Streams
@@ -110,6 +111,7 @@ class Lanes:
     """Static buffers of decode steps, one lane a span. rows_S -1: padding. starts_S: position of the next token.
 
     hidden_SE holds a step's embeddings and, if sampling is not part of the graph, its last hidden states in the end.
+    winners_SW holds what the products of greedy steps raise (winners_torch of kernels/sample.py), NOBODY between steps.
     The names are those of Batch; numbers are what sampling needs of each lane. What the host sends lies together, in
     wide_4S (int64: rows, starts, order, seeds) and narrow_4S (32 bits: the others), so that two copies bring it all.
     """
@@ -126,6 +128,7 @@ class Lanes:
     query_starts_S1: Tensor
     tables_SB: Tensor
     hidden_SE: Tensor
+    winners_SW: Tensor
     numbers: dict[str, Tensor]
 
     @classmethod
@@ -152,6 +155,7 @@ class Lanes:
             query_starts_S1=torch.arange(num_lanes + 1, dtype=torch.int32).to(device),
             tables_SB=torch.zeros((num_lanes, max_blocks), dtype=torch.int32, device=device),
             hidden_SE=torch.zeros((num_lanes, hidden_size), dtype=dtype, device=device),
+            winners_SW=torch.full((num_lanes, WINNER), NOBODY, dtype=torch.int64, device=device),
             numbers={**numbers, "seeds": wide_4S[3]},
         )
 
