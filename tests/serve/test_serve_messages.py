@@ -73,6 +73,19 @@ def test_names_tell_participants_of_a_role_apart() -> None:
         served.canary()
 
 
+@pytest.mark.parametrize("content", [5, 0, True, False, 1.5, {"type": "text", "text": "x"}, {}, None])
+def test_a_content_that_is_no_text_is_refused_alike_with_a_name_and_without(null: Served, content: Any) -> None:
+    """The name of one of several participants was put before it: a 500, or it was taken."""
+    for path in (CHAT, "/tokenize"):
+        told = []
+        for name in ({}, {"name": "bob"}):
+            messages = [{"role": "user", "content": content, **name}, *HI]
+            told.append(null.refused(path, {"messages": messages}, param="messages")["message"])
+        assert told[0] == told[1] and "messages[0] has " in told[0]
+    calling = {"role": "assistant", "content": None, "name": "ann", "tool_calls": [call()]}
+    null.chat([*HI, calling, {"role": "assistant", "content": "x"}, *HI], max_tokens=1)
+
+
 def test_a_schema_that_is_described_is_told_of() -> None:
     form = {"name": "town", "schema": {"type": "integer"}, "description": "The town's size."}
     source = {"chat_template": "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"}

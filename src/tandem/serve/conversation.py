@@ -43,7 +43,7 @@ async def understood(messages: Sequence[Message], card: Card, apart: Apart) -> l
         if not await asyncio.to_thread(_writes_names, card.chat_template, tokens, role):
             for message in own:
                 if message.get("name"):
-                    message["content"] = _put_before(f"{message['name']}: ", message.get("content"))
+                    _put_before(message, f"{message['name']}: ")
     return plain
 
 
@@ -149,8 +149,13 @@ def _check_arguments(messages: Sequence[Message]) -> None:
     )
 
 
-def _put_before(text: str, content: Any) -> Any:
-    return [text, *content] if isinstance(content, list) else text + (content or "")
+def _put_before(message: Message, text: str) -> None:
+    """Begin a message's content with a text. A content that is none is left, to be refused as it is without a name."""
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = [text, *content]
+    elif isinstance(content, str) or (content is None and message["role"] == "assistant"):
+        message["content"] = text + (content or "")
 
 
 def _is_text(value: Any) -> bool:
