@@ -1,7 +1,8 @@
 """Which JSON types a tool's schema says of each of its parameters. It knows schemas; it does not know calls.
 
 A client writes the schema, and may write it so that going over it never ends ($ref in a ring) or takes long (the same
-part reached in many ways). So no part is gone over twice for a parameter, and no more than MAX_PARTS of them.
+part reached in many ways). So no part is gone over twice for a parameter, and no more than MAX_PARTS of them; of entries
+that are no schemas, and of ways to parts that are known, no more than MAX_LOOKS are looked at together with those.
 """
 
 from collections import deque
@@ -13,6 +14,7 @@ KINDS: dict[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
 MAX_PARTS = 256
+MAX_LOOKS = 2 * MAX_PARTS
 MAX_STEPS = 32
 _NONE: frozenset[str] = frozenset()
 
@@ -43,16 +45,19 @@ class ValueKinds:
         """Of a schema and of all that it is said to be any, one or all of, or refers to."""
         waiting, seen = deque([schema]), set[int]()
         kinds = set[str]()
-        while waiting and len(seen) < MAX_PARTS:
+        num_left = MAX_LOOKS
+        while waiting and num_left and len(seen) < MAX_PARTS:
+            num_left -= 1
             part = waiting.popleft()
-            if not isinstance(part, Mapping) or id(part) in seen:
+            if not isinstance(part, dict) or id(part) in seen:
                 continue
             seen.add(id(part))
             kinds |= self._own_kinds(part)
             for word in ("anyOf", "oneOf", "allOf"):
                 inner = part.get(word)
-                waiting.extend(islice(inner, MAX_PARTS) if isinstance(inner, list) else ())
-            waiting.append(_referred(part.get("$ref"), root))
+                waiting.extend(islice(inner, max(0, num_left - len(waiting))) if isinstance(inner, list) else ())
+            if "$ref" in part:
+                waiting.append(_referred(part["$ref"], root))
         return frozenset(kinds)
 
     def _own_kinds(self, part: Mapping[str, Any]) -> frozenset[str]:
