@@ -1,8 +1,8 @@
 """Which JSON types a tool's schema says of each of its parameters. It knows schemas; it does not know calls.
 
 A client writes the schema, and may write it so that going over it never ends ($ref in a ring) or takes long (the same
-part reached in many ways). So no part is gone over twice for a parameter, and no more than MAX_PARTS of them; of entries
-that are no schemas, and of ways to parts that are known, no more than MAX_LOOKS are looked at together with those.
+part reached in many ways). So no part is gone over twice for a parameter, and no more than MAX_PARTS of them, nor
+are more than MAX_LOOKS entries looked at, such as are no schemas or lead to known ones among them.
 """
 
 from collections import deque
