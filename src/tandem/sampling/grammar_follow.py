@@ -5,10 +5,12 @@ import time
 from typing import Any
 
 from tandem.sampling.grammar_limits import PARSER_LIMITS, GrammarLimits
-from tandem.sampling.grammar_text import LimitError, UnfitError, first_line, grammar_text
+from tandem.sampling.grammar_text import HINT, LimitError, UnfitError, first_line, grammar_text
 
 _NO_TOKEN = "nothing can fulfil it: no token of this model goes on with it"
 _SCHEMA_SIGN = "failed to compile JSON schema: "
+_REFERENCE_SIGNS = ("does not exist", "retrieving it failed")
+_OWN_PARTS = "nothing is fetched, and # is the schema's own root: put what a $ref means under $defs, as #/$defs/NAME."
 _SHOWN = re.compile(r"^(\s*\d+ \|.*|\s*\^\s*)$", re.MULTILINE)
 _LIMIT_SIGNS = (
     "too many", "Too many", "too large", "too complex", "fuel", "max is", "limits.", "precomputation failed",
@@ -133,6 +135,8 @@ def _failure(matcher: Any) -> UnfitError:
         return UnfitError(_NO_TOKEN)
     if any(sign in message for sign in _LIMIT_SIGNS):
         return LimitError(f"it is too complex ({message.split('; try')[0].split('; consider')[0]})")
+    if is_schema and any(sign in message for sign in _REFERENCE_SIGNS):
+        return UnfitError(f"{message}{HINT}{_OWN_PARTS}")
     return UnfitError(message)
 
 

@@ -7,7 +7,6 @@ formed    calls, or an answer of a JSON schema
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tandem.request import Constraint
 from tandem.serve.calls import ARGS, CallFormat
@@ -64,7 +63,7 @@ class CallGrammar:
         """What follows an opening."""
         form = self._form
         if self._by_name:
-            return "named"
+            return "call"
         more = "" if num_calls == 1 else ", ?" if form.is_list else "; ?" if not form.opening else ""
         calls = f"call (/{more}/ call)*" if more else "call"
         if form.is_list:
@@ -79,20 +78,18 @@ class CallGrammar:
         return f"<[{token}]>" if token is not None else json.dumps(text) if text else ""
 
     def _constraint(self, *rules: str) -> Constraint:
-        key = self._form.arguments_key
-        calls = [
-            {
-                "type": "object", "properties": {"name": {"const": name}, key: schema}, "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for name, schema in self._schemas.items()
-        ]  # fmt: skip
-        lines = [*rules, r"SPACE: /[ \n]?/"]
-        if self._by_name:
-            lines.append("named: " + " | ".join(f"named_{place}" for place in range(len(self._schemas))))
-            for place, (name, schema) in enumerate(self._schemas.items()):
-                lines.append(f"named_{place}: {json.dumps(name)} {self._text(ARGS)} %json {json.dumps(schema)}")
-        else:
-            whole: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-            lines.append(f"call: %json {json.dumps(whole)}")
+        """Each tool's schema is a document of its own, in which "#" is its root, as its client wrote it."""
+        lines = [*rules, r"SPACE: /[ \n]?/", r"WS: /[ \t\r\n]*/"]
+        lines.append("call: " + " | ".join(f"call_{place}" for place in range(len(self._schemas))))
+        for place, (name, schema) in enumerate(self._schemas.items()):
+            begin, end = self._around(name)
+            lines.append(f"call_{place}: {begin} %json {json.dumps(schema)} {end}")
         return Constraint("grammar", "\n".join(lines) + "\n")
+
+    def _around(self, name: str) -> tuple[str, str]:
+        """What stands before a call's arguments and behind them."""
+        if self._by_name:
+            return f"{json.dumps(name)} {self._text(ARGS)}", ""
+        parts = (json.dumps(part, ensure_ascii=False) for part in ("name", name, self._form.arguments_key))
+        key, value, arguments = map(json.dumps, parts)
+        return f'"{{" WS {key} WS ":" WS {value} WS "," WS {arguments} WS ":" WS', 'WS "}"'
