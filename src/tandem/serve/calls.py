@@ -249,7 +249,7 @@ class Calls:
     def _content(self, text: str, pieces: list[Piece]) -> None:
         text, self._space = self._space + text, ""
         if text:
-            pieces.append(Piece(content=text))
+            pieces.append(Piece(content=text, behind=len(self._buffer)))
 
 
 def _identity() -> str:

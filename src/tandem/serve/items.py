@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from tandem.request import TokenLogprobs
-from tandem.serve.logprobs import Tokens, chat_entries
+from tandem.serve.attribution import Attribution, Entry
+from tandem.serve.logprobs import Tokens
 from tandem.serve.parse import Piece, ToolPiece
 from tandem.serve.reply import Ask, Reply, Show, Updates
 from tandem.serve.schema import ResponsesRequest
@@ -31,18 +31,14 @@ ITEM_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "rea
 class Items:
     """Builds the output items of one answer out of its pieces, one open item at a time."""
 
-    def __init__(self, identity: str, tokens: Tokens, *, logprobs: bool) -> None:
+    def __init__(self, identity: str) -> None:
         self.output: list[dict[str, Any]] = []
-        self._identity, self._tokens, self._show_logprobs = identity, tokens, logprobs
+        self._identity = identity
         self._open: dict[str, Any] | None = None
         self._tool = -1
-        self._entries: list[orjson.Fragment] = []
 
-    def grow(self, piece: Piece, entries: Sequence[TokenLogprobs]) -> Iterator[Event]:
-        """Events of one piece. entries: log-probabilities that have come with it."""
-        if self._show_logprobs:
-            # written at once: every later event that shows them only copies
-            self._entries += map(orjson.Fragment, map(orjson.dumps, chat_entries(self._tokens, entries)))
+    def grow(self, piece: Piece, entries: Sequence[Entry] = ()) -> Iterator[Event]:
+        """Events of one piece. entries: log-probabilities of its tokens, written."""
         if piece.tool is not None:
             if piece.tool.index != self._tool:
                 yield from self.close("completed")
@@ -51,14 +47,14 @@ class Items:
                 self._item["arguments"] += piece.tool.arguments
                 yield self._about("response.function_call_arguments.delta", delta=piece.tool.arguments)
         elif piece.reasoning:
-            yield from self._part("reasoning", "reasoning_text", piece.reasoning)
+            yield from self._part("reasoning", "reasoning_text", piece.reasoning, ())
         elif piece.content:
-            yield from self._part("message", "output_text", piece.content)
+            yield from self._part("message", "output_text", piece.content, entries)
 
     @property
-    def in_call(self) -> bool:
-        """The open item is a call."""
-        return self._open is not None and self._open["type"] == "function_call"
+    def open_kind(self) -> str | None:
+        """The type of the open item."""
+        return None if self._open is None else self._open["type"]
 
     @property
     def _item(self) -> dict[str, Any]:
@@ -81,7 +77,7 @@ class Items:
             {"type": "function_call", "id": name, "call_id": tool.id, "name": tool.name, "arguments": ""}
         )
 
-    def _part(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
+    def _part(self, kind: str, part_kind: str, text: str, entries: Sequence[Entry]) -> Iterator[Event]:
         if self._open is None or self._open["type"] != kind:
             yield from self.close("completed")
             name = f"{'msg' if kind == 'message' else 'rs'}_{self._identity}_{len(self.output)}"
@@ -95,17 +91,14 @@ class Items:
             yield self._about("response.content_part.added", content_index=0, part=_copy(part))
         part = self._item["content"][0]
         part["text"] += text
-        yield self._about(f"response.{part_kind}.delta", content_index=0, delta=text, **self._take_logprobs(part))
+        more = {}
+        if kind == "message":
+            part["logprobs"] += entries
+            more = {"logprobs": entries}
+        yield self._about(f"response.{part_kind}.delta", content_index=0, delta=text, **more)
 
-    def _take_logprobs(self, part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] != "output_text":
-            return {}
-        entries, self._entries = self._entries, []
-        part["logprobs"] += entries
-        return {"logprobs": entries}
-
-    def close(self, status: str) -> Iterator[Event]:
-        """Events that end the open item, if there is one."""
+    def close(self, status: str, entries: Sequence[Entry] = ()) -> Iterator[Event]:
+        """Events that end the open item, if there is one. entries: of tokens behind its text that belong to it."""
         item = self._open
         if item is None:
             return
@@ -114,9 +107,8 @@ class Items:
             yield self._about("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]
-            self._take_logprobs(part)
             if "logprobs" in part:  # one piece from here on: four events show it
-                part["logprobs"] = orjson.Fragment(orjson.dumps(part["logprobs"]))
+                part["logprobs"] = orjson.Fragment(orjson.dumps([*part["logprobs"], *entries]))
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._about("response.content_part.done", content_index=0, part=_copy(part))
@@ -138,7 +130,10 @@ class ResponsesReply(Reply):
         """echoed: see echoed_of."""
         super().__init__(asks, model, tokens, show)
         self._echoed = echoed
-        self._items = Items(self.id.removeprefix(self.prefix), tokens, logprobs=show.logprobs)
+        self._items = Items(self.id.removeprefix(self.prefix))
+        self._tokens_of: Attribution | None = None
+        if show.logprobs or show.parser is not None:
+            self._tokens_of = Attribution(tokens, self.offsets_of(asks[0]), shows_logprobs=show.logprobs)
         self._num_reasoning = 0
         self._number = 0
 
@@ -170,18 +165,30 @@ class ResponsesReply(Reply):
         async for ask, update in updates:
             self.admit(ask, update)
             pieces = choice.take(update)
-            if update.token_ids and any(piece.reasoning for piece in pieces):
-                self._num_reasoning += len(update.token_ids)
-            entries = list(update.logprobs or ())
-            for piece in pieces or [Piece()]:
-                for event in self._items.grow(piece, entries):
+            if self._tokens_of is not None:
+                self._tokens_of.come(update.token_ids, update.logprobs)
+            for piece in pieces:
+                for event in self._items.grow(piece, self._entries_of(piece)):
                     yield event
-                entries = []
+        last = [] if self._tokens_of is None else self._tokens_of.behind(choice.num_characters)
+        if self._items.open_kind == "reasoning":
+            self._num_reasoning += len(last)
         cut = choice.finish == "length"
-        if self._items.in_call:  # whole calls stay whole, and a model may leave one unfinished
+        if self._items.open_kind == "function_call":  # whole calls stay whole, and a model may leave one unfinished
             cut = choice.parser is not None and choice.parser.in_call
-        for event in self._items.close("incomplete" if cut else "completed"):
+        for event in self._items.close("incomplete" if cut else "completed", last if self.show.logprobs else ()):
             yield event
+
+    def _entries_of(self, piece: Piece) -> Sequence[Entry]:
+        """Written log-probabilities of a piece of text. Tokens of thoughts are counted."""
+        text = piece.content or piece.reasoning
+        if self._tokens_of is None or not text:
+            return ()
+        end = self.choices[0].num_characters - piece.behind
+        entries = self._tokens_of.of_part(end - len(text), end)
+        if piece.reasoning:
+            self._num_reasoning += len(entries)
+        return entries if self.show.logprobs else ()
 
     def _response(self) -> dict[str, Any]:
         finish = self.choices[0].finish

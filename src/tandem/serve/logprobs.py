@@ -50,14 +50,17 @@ class Offsets:
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """The places of the tokens that come next."""
-        places = []
+        return [place for place, _ in self.spans(tokens)]
+
+    def spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The same, each with the place behind the last character that holds a byte of the token."""
         for token in tokens:
             data = self._visible(token)
             begun = self._decoder.decode(data[:1])
             waits = bool(self._decoder.getstate()[0])  # the first byte's character is not among those begun
-            places.append(self.place + max(0, len(begun) - (not waits)))
+            place = self.place + max(0, len(begun) - (not waits))
             self.place += len(begun) + len(self._decoder.decode(data[1:]))
-        return places
+            yield place, self.place + bool(data and self._decoder.getstate()[0])
 
 
 def prompt_places(tokens: Tokens, ids: Sequence[int], text: str, *, as_written: bool) -> Iterator[int]:

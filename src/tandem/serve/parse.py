@@ -9,7 +9,7 @@ back until it has come, whitespace beside a mark for one.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -40,11 +40,15 @@ class ToolPiece:
 
 @dataclass(slots=True)
 class Piece:
-    """What one delta carries; at most one of the three is set."""
+    """What one delta carries; at most one of the three is set.
+
+    behind   characters that had come, and stand behind this content or reasoning, which is text as it was written.
+    """
 
     content: str = ""
     reasoning: str = ""
     tool: ToolPiece | None = None
+    behind: int = field(default=0, compare=False)
 
 
 class AnswerParser(Protocol):
@@ -130,7 +134,7 @@ class Reasoning:
             end = space_before(before, end)
         if end:
             self._begun = True
-            pieces.append(Piece(reasoning=before[:end]))
+            pieces.append(Piece(reasoning=before[:end], behind=len(self._buffer) - end))
         self._buffer = after if found else before[end:]
         if found:
             self._state = self._behind

@@ -72,7 +72,8 @@ class Show:
 class Choice:
     """One answer as it grows.
 
-    plain   what stands before and behind the text in an event that shows nothing else.
+    plain            what stands before and behind the text in an event that shows nothing else.
+    num_characters   of the text that has been taken, before it was parsed.
     """
 
     index: int
@@ -86,12 +87,14 @@ class Choice:
     called: bool = False
     offsets: Offsets | None = None
     plain: tuple[bytes, bytes] | None = None
+    num_characters: int = 0
 
     def take(self, update: Update) -> list[Piece]:
         """Pieces of the answer that this update completes."""
         self.token_ids += update.token_ids
         if update.finish == "stop" and self.show.ending:
             update.text = update.text.removesuffix(self.show.ending)
+        self.num_characters += len(update.text)
         if self.parser is not None:
             pieces = self.parser.feed(update.text, final=update.finish is not None)
         else:
@@ -204,6 +207,12 @@ class Reply:
         # only null and numbers stand behind the text, so the last place is its
         before, _, behind = self._event(choice, Piece(content=_MARK), None).rpartition(orjson.dumps(_MARK))
         return before, behind
+
+    def offsets_of(self, ask: Ask) -> Offsets:
+        """Where tokens of an answer to it stand, from its first one on."""
+        visible = self.tokens.visible_bytes(ask.params is None or ask.params.skip_special_tokens)
+        before = b"".join(visible(token) for token in ask.stream.prompt_token_ids[-4:])
+        return Offsets(visible, len(ask.echo_text), before)
 
     def admit(self, ask: Ask, update: Update) -> Choice:
         choice = self.choices[ask.first_index + update.index]

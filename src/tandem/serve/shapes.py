@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from tandem.request import TokenLogprobs
-from tandem.serve.logprobs import LISTS, Offsets, Tokens, chat_entries, completion_lists, num_values_of, prompt_places
+from tandem.serve.logprobs import LISTS, Tokens, chat_entries, completion_lists, num_values_of, prompt_places
 from tandem.serve.parse import Piece
 from tandem.serve.reply import Ask, Choice, Reply, Show
 from tandem.serve.written import Parts, Turns, joined_lists, with_more, written_lists
@@ -70,9 +70,7 @@ class CompletionReply(Reply):
         """The lists of the entries of an answer that come next."""
         ask = self.ask_of(choice)
         if choice.offsets is None:
-            visible = self.tokens.visible_bytes(ask.params is None or ask.params.skip_special_tokens)
-            before = b"".join(visible(token) for token in ask.stream.prompt_token_ids[-4:])
-            choice.offsets = Offsets(visible, len(ask.echo_text), before)
+            choice.offsets = self.offsets_of(ask)
         return completion_lists(self.tokens, entries, choice.offsets.of([entry.token for entry in entries]))
 
     async def written_logprobs(self, choice: Choice, turns: Turns) -> Parts:
