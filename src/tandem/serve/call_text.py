@@ -32,7 +32,7 @@ class CallText:
         self._key: str | None = None
         self._expects_value = False
         self._arguments: tuple[int, int | None] | None = (0, None) if name is not None else None
-        self._bare = name is not None
+        self.is_bare = name is not None
         self._given = 0
 
     def feed(self, text: str) -> int:
@@ -84,15 +84,15 @@ class CallText:
             self._close(at)
         elif self._depth == 1 and character == ":":
             self._expects_value = True
-        elif self._depth == 1 and character == "," and not self._bare:
+        elif self._depth == 1 and character == "," and not self.is_bare:
             self._end_value(at)
             self._key = None
 
     def _close(self, at: int) -> None:
         if self._depth == 1:
-            self._end_value(at + 1 if self._bare else at)
+            self._end_value(at + 1 if self.is_bare else at)
         self._depth -= 1
-        if self._depth == 1 and not self._bare:
+        if self._depth == 1 and not self.is_bare:
             self._end_value(at + 1)
         self.complete = self._depth == 0
 

@@ -5,8 +5,9 @@
     Mistral        text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]     or  [TOOL_CALLS]name[ARGS]{…}
     Llama 3        {"name": …, "parameters": {…}}; {…}                     the whole answer, or none of it
 
-A call of a name that was not offered, or that is no JSON, is given as content, as it was written. A call is given from
-its first argument on: one that is cut short before that is given as nothing.
+A call of a name that was not offered, or that is no JSON, is given as content, as it was written; beside others of a
+list or a row its JSON alone is, without their marks. A call is given from its first argument on: one that is cut short
+before that is given as nothing.
 """
 
 import secrets
@@ -21,6 +22,7 @@ from tandem.serve.value_kinds import ValueKinds
 
 _ALPHABET = string.ascii_letters + string.digits
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
+MAX_HEAD = MAX_NAME + len(CALL_ID) + 64 + len(ARGS)  # a name, an identity and their marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,14 @@ class Calls:
         self._form, self._names, self._single = form, frozenset(names), single
         self._governed, self._alone, self._forced = governed, alone, tuple(forced)
         self._begin, self._kinds = "", kinds or ValueKinds({})
-        self._separators = " \t\r\n,;" if form.is_list or not form.opening else " \t\r\n"
+        self._in_rows = form.is_list or not form.opening
+        self._separators = " \t\r\n,;" if self._in_rows else " \t\r\n"
         self._buffer = ""
         self._space = ""  # whitespace that belongs to content if content follows, and to nothing beside a call
         self._raw = ""  # what was written since the opening and is not known to be a call
+        # Of what the opening began: a call was of an offered tool; the last was of none; where the first begins in
+        # _raw, and the last ends, while none was of an offered tool.
+        self._has_calls, self._is_strange, self._strange = False, False, (0, 0)
         self._state = self._outside if form.opening else self._start
         self._call: CallText | TaggedCall = CallText()
         self._number = 0
@@ -120,6 +126,7 @@ class Calls:
         self._space += self._take(end - end_of_text)
         if at >= 0:
             self._raw = self._take(len(opening))
+            self._has_calls = self._is_strange = False
             self._state = self._opened
             return True
         if final:
@@ -149,39 +156,64 @@ class Calls:
 
     def _named(self, pieces: list[Piece], final: bool) -> bool:
         head, found, _ = self._buffer.partition("{")
-        if found and len(head) <= MAX_NAME:
+        if found and len(head) <= MAX_HEAD:
             self._raw += self._take(len(head))
             self._begin_call(CallText(head.partition(ARGS)[0].partition(CALL_ID)[0].strip()))
             return True
-        return self._no_call(pieces, final) if final or len(head) > MAX_NAME else False
+        return self._no_call(pieces, final) if final or len(head) > MAX_HEAD else False
 
     def _begin_call(self, call: CallText | TaggedCall) -> None:
+        if not self._is_strange:
+            self._strange = len(self._raw), len(self._raw)
         self._call, self._state = call, self._inside
 
     def _inside(self, pieces: list[Piece], final: bool) -> bool:
         call = self._call
         taken = self._take(call.feed(self._buffer))
         self._raw += taken
-        dropped = self._is_dropped
-        if call.name in self._names and not dropped:
+        dropped, offered = self._is_dropped, call.name in self._names
+        if offered and not dropped:
             first, fresh = not call.announced, call.fresh_arguments(final=final)
             if fresh:
+                self._set_apart(pieces)
                 call.announced = True
                 identity = _identity() if first else ""
                 pieces.append(Piece(tool=ToolPiece(self._number, identity, (call.name or "") if first else "", fresh)))
                 self._raw = self._space = ""
         if not call.complete:
+            if final and not call.announced and (offered or dropped):
+                self._set_apart(pieces)
             if final and not call.announced and not dropped:
-                self._cut = call.name in self._names
+                self._cut = offered
                 return self._no_call(pieces, final)
             return False
         if call.announced:
             self._number += 1
-        elif call.name not in self._names:
+        elif not offered:
             self._state = self._no_call if call.closed else self._failed
+            if self._in_rows and isinstance(call, CallText) and not call.is_bare:
+                self._state = self._stranger
             return True
+        self._set_apart(pieces)
         self._raw = ""
         self._state = self._behind if call.closed else self._between
+        return True
+
+    def _set_apart(self, pieces: list[Piece]) -> None:
+        """A call of an offered tool: what stood in front of it in its row is content, without the row's marks."""
+        if self._is_strange and not self._has_calls:
+            begin, end = self._strange
+            self._content("", pieces, len(self._raw))  # the space in front of the opening
+            self._content(self._raw[begin:end], pieces, len(self._raw) - end)
+        self._has_calls, self._is_strange = True, False
+
+    def _stranger(self, pieces: list[Piece], final: bool) -> bool:
+        """Behind a call of a row that is none of ours: others of the row may be."""
+        if self._has_calls:
+            self._content(self._raw, pieces)
+            self._raw = ""
+        self._is_strange, self._strange = True, (self._strange[0], len(self._raw))
+        self._state = self._between
         return True
 
     def _failed(self, pieces: list[Piece], final: bool) -> bool:
@@ -196,18 +228,24 @@ class Calls:
 
     def _between(self, pieces: list[Piece], final: bool) -> bool:
         """Behind a call: another one, the closing, or content again."""
-        self._buffer = self._buffer.lstrip(self._separators)
+        rest = self._buffer.lstrip(self._separators)
+        self._raw += self._take(len(self._buffer) - len(rest))
         closing = "]" if self._form.is_list else self._form.closing
+        is_call = self._has_calls and not self._is_strange
         if not self._buffer:
-            return False
-        if self._buffer[0] == "{" and (self._form.is_list or not self._form.opening):
+            return self._no_call(pieces, final) if final and not is_call else False
+        if self._buffer[0] == "{" and self._in_rows:
+            self._raw = "" if is_call else self._raw
             self._begin_call(CallText())
             return True
         if closing and len(self._buffer) < len(closing) and closing.startswith(self._buffer):
             self._buffer = "" if final else self._buffer
             return False
         if closing and self._buffer.startswith(closing):
-            self._take(len(closing))
+            mark = self._take(len(closing))
+            self._raw, is_call = "" if self._has_calls else self._raw + mark, not self._is_strange
+        if not is_call:
+            return self._no_call(pieces, final)
         self._raw = ""
         self._state = self._behind if self._form.opening else self._rest
         return True
@@ -246,10 +284,11 @@ class Calls:
         taken, self._buffer = self._buffer[:size], self._buffer[size:]
         return taken
 
-    def _content(self, text: str, pieces: list[Piece]) -> None:
+    def _content(self, text: str, pieces: list[Piece], num_behind: int = 0) -> None:
+        """num_behind: characters behind it that are no longer in the buffer."""
         text, self._space = self._space + text, ""
         if text:
-            pieces.append(Piece(content=text, behind=len(self._buffer)))
+            pieces.append(Piece(content=text, behind=num_behind + len(self._buffer)))
 
 
 def _identity() -> str:
