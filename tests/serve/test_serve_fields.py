@@ -309,11 +309,11 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "x"}
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"instructions": "x", "input": [*HI, {"role": "boss", "content": "x"}]}, "input", "input[1] has the role"),
+        ({"instructions": "x", "input": [*HI, {"role": "boss", "content": "x"}]}, "input", "input[1].role is "),
         ({"instructions": "x", "input": [{"type": "reasoning", "summary": []}, {"role": "user", "content": 5}]},
-         "input", "input[1] has a content"),
+         "input", "input[1].content is "),
         ({"input": [*HI, {**CALL_ITEM, "arguments": 5}]}, "input", "input[1]"),
-        ({"input": [*HI, {**CALL_ITEM, "call_id": "", "arguments": "{}"}]}, "input", "input[1].tool_calls[0].id"),
+        ({"input": [*HI, {**CALL_ITEM, "call_id": "", "arguments": "{}"}]}, "input", "input[1].call_id is "),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input", "reasoning alone"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema is missing"),
         ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text", "text.format.name is"),

@@ -81,7 +81,7 @@ def test_a_content_that_is_no_text_is_refused_alike_with_a_name_and_without(null
         for name in ({}, {"name": "bob"}):
             messages = [{"role": "user", "content": content, **name}, *HI]
             told.append(null.refused(path, {"messages": messages}, param="messages")["message"])
-        assert told[0] == told[1] and "messages[0] has " in told[0]
+        assert told[0] == told[1] and told[0].startswith("messages[0]")
     calling = {"role": "assistant", "content": None, "name": "ann", "tool_calls": [call()]}
     null.chat([*HI, calling, {"role": "assistant", "content": "x"}, *HI], max_tokens=1)
 
@@ -127,7 +127,7 @@ def test_arguments_that_the_template_cannot_write_are_refused_by_path() -> None:
                 assert "no JSON object" in error["message"] and "hint: send a JSON object" in error["message"]
             item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
             error = served.refused(RESPONSES, {"input": [*HI, item]}, param="input")
-            assert error["message"].startswith("input[1].tool_calls[0].function.arguments is ")
+            assert error["message"].startswith("input[1].arguments is ")
         cut = {**call(), "function": {"name": "f", "arguments": '{"city": "Ro'}}
         assert prompt_of(served, [*HI, {"role": "assistant", "tool_calls": [cut]}]) == "[u]hi[a]<f:city=Ro;>"
         served.canary()

@@ -142,21 +142,23 @@ def _text_of(message: Mapping[str, Any], where: str) -> str:
         raise RequestError(f"{where} has no content.", param="messages")
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise RequestError(
-            f"{where} has a content of type {type(content).__name__}; it must be a string or a list of parts.",
+            f"{where}.content is of type {type(content).__name__}; it must be a string or a list of parts.",
             param="messages",
         )
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise RequestError(
-                f"{where} has a content part of type {kind!r:.80}; this model takes text parts only.", param="messages"
-            )
-    return "".join(texts)
+    return "".join(_text_of_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where} is {part!r:.80}; it must be a string or an object.", param="messages")
+    kind, text = part.get("type"), part.get("text")
+    if kind not in ("text", "input_text", "output_text"):
+        raise RequestError(f"{where} is of type {kind!r:.80}; this model takes text parts only.", param="messages")
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.text is missing; it must be a string.", param="messages")
+    return text
 
 
 def _checked_call(call: Any, where: str) -> dict[str, Any]:

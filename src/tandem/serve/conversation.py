@@ -152,8 +152,12 @@ def _check_arguments(messages: Sequence[Message]) -> None:
 def _put_before(message: Message, text: str) -> None:
     """Begin a message's content with a text. A content that is none is left, to be refused as it is without a name."""
     content = message.get("content")
-    if isinstance(content, list):
-        message["content"] = [text, *content]
+    if isinstance(content, list):  # parts keep their numbers, which errors name
+        first = content[0] if content else ""
+        if isinstance(first, str):
+            message["content"] = [text + first, *content[1:]]
+        elif isinstance(first, dict) and isinstance(first.get("text"), str):
+            message["content"] = [{**first, "text": text + first["text"]}, *content[1:]]
     elif isinstance(content, str) or (content is None and message["role"] == "assistant"):
         message["content"] = text + (content or "")
 

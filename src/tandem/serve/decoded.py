@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache, reduce
 from operator import or_
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Raw, Struct
@@ -74,8 +74,8 @@ def _leniently_decoded(raw: bytes, kind: type[Body]) -> Body:
         raise RequestError(
             f"the body is not as it should be: {error}.",
             param=missing.group(1) if missing else param,
-            code="invalid_type",
-        ) from None
+            code="invalid_type", hint=_values_of(kind, param) if "enum value" in str(error) else None,
+        ) from None  # fmt: skip
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         if isinstance(error, RecursionError):
             raise too_deep() from None
@@ -91,6 +91,15 @@ def _leniently_decoded(raw: bytes, kind: type[Body]) -> Body:
         param=re.split(r"[.\[]", unknown.path)[0] if unknown.path else unknown.name[:80], code="unsupported_value",
         hint=hint if is_misplaced else "leave it out; /openapi.json lists the fields.",
     )  # fmt: skip
+
+
+def _values_of(kind: type, name: str | None) -> str | None:
+    """What a field may be, if it is one of some words."""
+    hint = get_type_hints(kind).get(name or "")
+    parts = get_args(hint)
+    words = [repr(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    is_open = any(isinstance(part, type) and issubclass(part, Struct) for part in parts)
+    return f"it is one of {', '.join(words)}{', or an object' if is_open else ''}." if words else None
 
 
 class _Unknown(NamedTuple):

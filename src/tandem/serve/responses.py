@@ -18,8 +18,6 @@ from tandem.serve.failure import reworded
 from tandem.serve.generate import Job, answer, chat_job
 from tandem.serve.items import ResponsesReply, echoed_of
 from tandem.serve.refusals import (
-    MAX_MESSAGES,
-    MAX_PARTS,
     REASONING,
     RESPONSES,
     RESPONSES_TOOL,
@@ -29,6 +27,7 @@ from tandem.serve.refusals import (
     check_labels,
     refuse,
 )
+from tandem.serve.responses_input import Place, in_words_of_input, messages_of
 from tandem.serve.schema import (
     ChatRequest,
     FunctionTool,
@@ -55,7 +54,7 @@ WORDS = {
 async def responses(request: Request) -> ASGIApp:
     journey = Journey(time.perf_counter())
     service: Service = request.app.state.service
-    places: list[str] = []
+    places: list[Place] = []
     job = await _responses_asked(request, service, journey, places)
     try:
         return await answer(request, service, job)
@@ -63,7 +62,7 @@ async def responses(request: Request) -> ASGIApp:
         raise _in_our_words(reworded(error, WORDS), places) from None
 
 
-async def _responses_asked(request: Request, service: Service, journey: Journey, places: list[str]) -> Job:
+async def _responses_asked(request: Request, service: Service, journey: Journey, places: list[Place]) -> Job:
     """What the body asks for; nobody holds the body behind this. places: see as_chat."""
     body = await read_json(request, ResponsesRequest, service.limits.body_bytes)
     service.check_open()
@@ -80,26 +79,23 @@ async def _responses_asked(request: Request, service: Service, journey: Journey,
     return job
 
 
-def _in_our_words(error: RequestError, places: Sequence[str]) -> RequestError:
+def _in_our_words(error: RequestError, places: Sequence[Place]) -> RequestError:
     """The same error, naming paths as they are in this body. places: where each chat message comes from."""
 
-    def place(found: "re.Match[str]") -> str:
-        number = int(found[1])
-        return places[number] if number < len(places) else found[0]
-
-    if error.param not in ("input", "text", "tools"):
+    if error.param not in ("input", "text", "tools", "reasoning"):
         return error
-    what = re.sub(r"\bmessages\[(\d+)\]", place, error.what)
+    what = in_words_of_input(error.what, places)
     what = re.sub(r"\b(tools\[\d+\])\.function\b", r"\1", what)
     what = re.sub(r"\bresponse_format(\.json_schema)?\b", "text.format", what)
+    what = re.sub(r"\breasoning_effort\b", "reasoning.effort", what)
     TandemError.__init__(error, what, hint=error.hint)
     return error
 
 
-def as_chat(body: ResponsesRequest, places: list[str]) -> ChatRequest:
+def as_chat(body: ResponsesRequest, places: list[Place]) -> ChatRequest:
     """The same request in the chat API's words. Raises RequestError for what needs state or is not offered.
 
-    places   is filled with the path of what each message comes from.
+    places   is filled with what each message comes from.
     """
     check_labels(body)
     include = body.include or []
@@ -134,11 +130,13 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
     found = []
     check_count("tools", body.tools, MAX_TOOLS, "tools")
     for i, tool in enumerate(body.tools or []):
-        if tool.type != "function" or not tool.name:
+        if tool.type != "function":
             raise RequestError(
-                f"tools[{i}] is of type {tool.type!r:.80}; only functions with a name are offered here.",
+                f"tools[{i}] is of type {tool.type!r:.80}; only functions are offered here.",
                 param="tools", code="unsupported_value",
             )  # fmt: skip
+        if not tool.name:
+            raise RequestError(f"tools[{i}].name is missing.", param="tools")
         refuse(tool, RESPONSES_TOOL, param="tools", path=f"tools[{i}].")
         found.append(Tool("function", FunctionTool(tool.name, tool.description, tool.parameters, tool.strict)))
     return found or None
@@ -146,8 +144,13 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
 
 def _tool_choice(body: ResponsesRequest) -> Any:
     if isinstance(body.tool_choice, ResponsesNamedTool):
-        if body.tool_choice.type != "function" or body.tool_choice.name is None:
-            raise RequestError("tool_choice must name a function.", param="tool_choice", code="unsupported_value")
+        if body.tool_choice.type != "function":
+            raise RequestError(
+                f"tool_choice is of type {body.tool_choice.type!r:.80}; it must be function, and name one.",
+                param="tool_choice", code="unsupported_value",
+            )  # fmt: skip
+        if body.tool_choice.name is None:
+            raise RequestError("tool_choice.name is missing; it is the function's.", param="tool_choice")
         return NamedToolChoice("function", NamedFunction(body.tool_choice.name))
     return body.tool_choice
 
@@ -162,71 +165,3 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
         return ResponseFormat(wanted.type)
     form = JsonSchemaFormat(wanted.name, wanted.schema, wanted.description, wanted.strict)
     return ResponseFormat(wanted.type, form)
-
-
-def messages_of(body: ResponsesRequest, places: list[str]) -> list[dict[str, Any]]:
-    """instructions and input as chat messages. Raises RequestError naming the item. places: see as_chat."""
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-        places.append("instructions")
-    if isinstance(body.input, str):
-        places.append("input")
-        return [*messages, {"role": "user", "content": body.input}]
-    if not body.input:
-        raise RequestError("input is an empty list.", param="input")
-    check_count("input", body.input, MAX_MESSAGES, "items")
-    thought: list[str] = []
-    num_parts = 0
-    for place, item in enumerate(body.input):
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or ()
-            num_parts += len(parts) if isinstance(parts, list) else 0
-            if num_parts > MAX_PARTS:
-                raise RequestError(
-                    f"input holds {num_parts} parts of reasoning or more; the limit is {MAX_PARTS}.", param="input"
-                )
-            if text := _text_of(parts):
-                thought.append(text)
-            continue
-        message = _message(item, kind, place)
-        if message["role"] == "assistant" and thought:
-            message["reasoning_content"], thought = "".join(thought), []
-        last = messages[-1] if messages else {}
-        if kind == "function_call" and last.get("role") == "assistant" and "tool_calls" in last:
-            last["tool_calls"] += message["tool_calls"]
-        else:
-            messages.append(message)
-            places.append(f"input[{place}]")
-    if not messages:
-        raise RequestError("input holds reasoning alone; a message is needed.", param="input")
-    return messages
-
-
-def _message(item: dict[str, Any], kind: object, place: int) -> dict[str, Any]:
-    if kind == "message":
-        return {"role": item.get("role"), "content": item.get("content")}
-    if kind == "function_call":
-        function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}
-        call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-    if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": item.get("output")}
-    raise RequestError(
-        f"input[{place}] is of type {kind!r:.80}; known are message, function_call, function_call_output, reasoning.",
-        param="input", code="unsupported_value",
-    )  # fmt: skip
-
-
-def _string(item: dict[str, Any], name: str, place: int) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"input[{place}].{name} must be a string.", param="input")
-    return value
-
-
-def _text_of(parts: object) -> str:
-    if not isinstance(parts, Sequence) or isinstance(parts, str):
-        return ""
-    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
