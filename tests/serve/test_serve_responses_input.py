@@ -148,7 +148,8 @@ def test_errors_name_what_the_client_wrote(served_names: Served, fields: dict, p
 def served_names() -> Any:
     names = (
         "{# tools <tool_call> #}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "<{{ c.function.name }}>{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}"
+        "<{{ c.function.name }}>{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+        "{% endfor %}{% endfor %}"
     )
     with serving(source={"chat_template": names}, max_model_len=256) as served:
         yield served
