@@ -6,12 +6,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import serve_drive
 from front_drive import client_of, serving
 
 from tandem.cli import _PlainFormatter, main
 from tandem.errors import RequestError, TandemError
 from tandem.serve import reply
 from tandem.serve.failure import report, trace_of
+from tandem.serve.options import ServeOptions
 
 SECRET = "a prompt that nobody else may see"
 KEY = "sk-very-secret"
@@ -66,6 +68,24 @@ async def test_a_failure_tells_that_it_ends_the_connection(monkeypatch: pytest.M
             assert answer.status_code == 500 and answer.headers.get_list("connection") == ["close"]
         monkeypatch.undo()
         assert (await client.get("/load")).status_code == 200
+
+
+def test_a_failure_is_told_to_pages_of_the_origins_that_may_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is answered outside of what adds the header; without it a browser shows its page no status and no error."""
+    origin = "https://a.example"
+    with serve_drive.serving(ServeOptions(cors_origin=[origin])) as served:
+        monkeypatch.setattr(type(served.service), "statistics", broken)
+        for asked, allowed in ((origin, origin), ("https://evil.example", None), (None, None)):
+            answer = served.http.get("/load", headers={"origin": asked} if asked else {})
+            assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            assert answer.headers.get_list("connection") == ["close"]
+        monkeypatch.undo()
+    with serve_drive.serving() as served:
+        monkeypatch.setattr(type(served.service), "statistics", broken)
+        answer = served.http.get("/load", headers={"origin": origin})
+        assert answer.status_code == 500 and "access-control-allow-origin" not in answer.headers
+        monkeypatch.undo()
 
 
 def test_what_is_a_clients_mistake_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,8 @@
 """The routes, and what stands before and behind them. It knows which function answers what; not how."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -51,10 +53,9 @@ def create_app(
     hosts     names that the Host header may have beside localhost; None: it is not looked at.
     """
     middleware = []
+    shared = partial(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     if origins:
-        middleware.append(
-            Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-        )
+        middleware.append(Middleware(shared))
     if keys:
         middleware.append(Middleware(KeyGuard, keys=keys))
     if hosts is not None:
@@ -62,6 +63,11 @@ def create_app(
     middleware.append(Middleware(BodyClaims, bodies=service.bodies))
     middleware.insert(0, Middleware(Doorkeeper, meter=service.meter))
     middleware.insert(0, Middleware(AskingTurns))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        answer: Any = _failed(request, error)
+        return shared(answer) if origins else answer  # type: ignore[return-value]  # it stands outside of all middleware
+
     app = Starlette(
         routes=[*ROUTES, *routes],
         middleware=middleware,
@@ -69,7 +75,7 @@ def create_app(
             TandemError: _refused,
             ClientDisconnect: _left,
             HTTPException: _unrouted,
-            Exception: _failed,
+            Exception: failed,
         },
     )
     app.state.service = service
@@ -103,7 +109,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     return response_of(HttpError(f"there is no route {request.url.path}.", code="not_found"))
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+def _failed(request: Request, error: Exception) -> Response:
     _count(request, error)
     report(error, request.method, request.url.path)
     answer = response_of(error)
