@@ -14,7 +14,7 @@ from tandem.engine.output import OutputStream
 from tandem.engine.streams import merge
 from tandem.engine.text import Text
 from tandem.request import Change, SamplingParams, TokenLogprobs
-from tandem.serve.calls import HERMES, Calls
+from tandem.serve.calls import HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
 from tandem.serve.items import ResponsesReply
 from tandem.serve.parse import Reasoning
 from tandem.serve.reply import Ask, Show
@@ -23,7 +23,9 @@ EOS = 2
 CALL = ['{"na', 'me": "f", "argu', 'ments": {"x": 1}', "}"]
 
 
-def shape_of(pieces: list[str], cuts: list[int], *, inside: bool = False, streamed: bool = False) -> tuple[list, int]:
+def shape_of(
+    pieces: list[str], cuts: list[int], *, inside: bool = False, streamed: bool = False, form: CallFormat = HERMES
+) -> tuple[list, int]:
     """(items of the answer, reasoning tokens), each piece one token, given in as many updates as the cuts make.
 
     A message is shown as its text and the tokens of its log-probabilities. A piece of one character is its bytes.
@@ -43,7 +45,7 @@ def shape_of(pieces: list[str], cuts: list[int], *, inside: bool = False, stream
         else:
             updates.append(update)
     ask = Ask(SimpleNamespace(prompt_token_ids=[5]), 1, params=SamplingParams())  # type: ignore[arg-type]
-    show = Show(logprobs=True, parser=lambda: Reasoning(Calls(HERMES, ["f"]), inside=inside))
+    show = Show(logprobs=True, parser=lambda: Reasoning(Calls(form, ["f"]), inside=inside))
     reply = ResponsesReply([ask], "m", text, show, echoed={})
 
     async def answered() -> dict[str, Any]:
@@ -118,6 +120,21 @@ def test_tokens_count_where_their_characters_stand(pieces: list[str], items: lis
 def test_however_an_answer_is_cut_it_is_the_same(pieces: list[str], cuts: set, inside: bool, streamed: bool) -> None:
     whole = shape_of(pieces, [], inside=inside)
     assert shape_of(pieces, sorted(cuts), inside=inside, streamed=streamed) == whole
+
+
+ROW = ['{"name": "f", "arg', 'uments": {}}', '{"name": "g", "arguments": {}}', ", ", "; ", "]", "[", "[TOOL_CALLS]",
+       "[TOOL", "_CALLS] [", "f[ARGS]{}", "<tool_call><function=", "f>", "g>", "<parameter=x>1</parameter>",
+       "</function></tool_", "call>", "</tool_call>", "  ", "a", "👩", "</think>"]  # fmt: skip
+
+
+@given(
+    st.sampled_from([MISTRAL, LLAMA, TAGGED]), st.lists(st.sampled_from(ROW), max_size=12), st.sets(st.integers(1, 20)),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+@settings(deadline=None, max_examples=200)
+def test_so_it_is_in_every_family(form: CallFormat, pieces: list, cuts: set, inside: bool, streamed: bool) -> None:
+    whole = shape_of(pieces, [], inside=inside, form=form)
+    assert shape_of(pieces, sorted(cuts), inside=inside, streamed=streamed, form=form) == whole
 
 
 def test_over_http_with_a_pace_and_without() -> None:
