@@ -38,10 +38,11 @@ class CallText:
     def feed(self, text: str) -> int:
         """Scan characters until the object closes. Returns how many were taken."""
         start = len(self.text)
+        self.text += text
         for i, character in enumerate(text):
-            self.text += character
             self._scan(start + i, character)
             if self.complete:
+                self.text = self.text[: start + i + 1]
                 return i + 1
         return len(text)
 

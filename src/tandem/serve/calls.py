@@ -100,6 +100,12 @@ class Calls:
     def cut_short(self) -> bool:
         return self.in_call or self._cut
 
+    @property
+    def open_kind(self) -> str | None:
+        if self._state == self._outside:  # half an opening is held back
+            return "mark" if self._buffer else None
+        return None if self._state in (self._start, self._rest, self._behind) else "call"
+
     def _start(self, pieces: list[Piece], final: bool) -> bool:
         """Llama: what the answer begins with decides."""
         begin = self._buffer.lstrip()
@@ -177,7 +183,7 @@ class Calls:
             if fresh:
                 self._set_apart(pieces)
                 call.announced = True
-                identity = _identity() if first else ""
+                identity = new_identity() if first else ""
                 pieces.append(Piece(tool=ToolPiece(self._number, identity, (call.name or "") if first else "", fresh)))
                 self._raw = self._space = ""
         if not call.complete:
@@ -291,6 +297,6 @@ class Calls:
             pieces.append(Piece(content=text, behind=num_behind + len(self._buffer)))
 
 
-def _identity() -> str:
+def new_identity() -> str:
     """Nine letters and digits: Mistral's templates take no other ids, and nobody else looks at their form."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))

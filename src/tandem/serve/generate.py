@@ -12,12 +12,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tandem.engine.contract import Card
+from tandem.engine.messages import checked_messages
 from tandem.errors import ContextLengthError, RequestError
 from tandem.request import Request as EngineRequest
 from tandem.request import SamplingParams
 from tandem.serve.accept import Limits, chat_params, completion_params, constraint_field
 from tandem.serve.bodies import Apart, apart_of, read_json
 from tandem.serve.calls import MISTRAL
+from tandem.serve.continued import said_in
 from tandem.serve.conversation import renumbered, understood
 from tandem.serve.events import ClientGoneError, EventStream, unless_gone
 from tandem.serve.explain import Journey
@@ -114,21 +116,22 @@ async def chat_job(
     show = show_of(body, bool(body.logprobs))
     if use.form is MISTRAL and params.skip_special_tokens:  # its mark of a call is a special token
         params, show.ending = dataclasses.replace(params, skip_special_tokens=False), card.eos_token or ""
-    prompt = await _chat_prompt(service, body, use, apart)
+    prompt, said = await _chat_prompt(service, body, use, apart)
     end = service.engine.text.decode(prompt[-8:], skip_special_tokens=False)
-    show.parser = use.parser(card.chat_template, end)
+    show.parser = await apart(use.parser, card.chat_template, end, said)
     return Job(
         Asked.by(body), params, [prompt], lambda asks, show: kind(asks, model, service.engine.text, show), show,
         journey, constraint_param=use.constraint_param or constraint_field(body), is_held=not body.stream,
     )  # fmt: skip
 
 
-async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse, apart: Apart) -> list[int]:
+async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse, apart: Apart) -> tuple[list[int], str]:
+    """The prompt, and what of a message to be continued it ends with."""
     continued = bool(body.continue_final_message)
     plain = await understood(body.messages, service.engine.card, apart)
     messages = use.messages(plain)
     try:
-        return await service.engine.encode_chat(
+        prompt = await service.engine.encode_chat(
             messages,
             tools=use.for_template,
             executor=apart.thread,
@@ -140,6 +143,13 @@ async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse, apart:
         if error.param in (body.chat_template_kwargs or {}):
             error.param = "chat_template_kwargs"
         raise renumbered(error, len(messages) - len(plain)) from None
+    return prompt, await apart(_said, service, messages, prompt) if continued else ""
+
+
+def _said(service: Service, messages: Sequence[dict[str, Any]], prompt: list[int]) -> str:
+    content = checked_messages(messages[-1:])[0]["content"]
+    num_tokens = len(content.encode("utf-8", "replace")) + 32  # no fewer than it has
+    return said_in(service.engine.text.decode(prompt[-num_tokens:], skip_special_tokens=False), content)
 
 
 def _template_values(body: ChatRequest, card: Card) -> dict[str, Any]:

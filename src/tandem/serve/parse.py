@@ -56,6 +56,7 @@ class AnswerParser(Protocol):
 
     in_call     the last call that was given is not whole.
     cut_short   a call was begun and did not come to its end, when the text has.
+    open_kind   of what was begun and may go on: "thought", "call", or "mark" for half a mark; else None.
     """
 
     @property
@@ -63,6 +64,9 @@ class AnswerParser(Protocol):
 
     @property
     def cut_short(self) -> bool: ...
+
+    @property
+    def open_kind(self) -> str | None: ...
 
     def feed(self, text: str, *, final: bool) -> list[Piece]: ...
 
@@ -114,6 +118,14 @@ class Reasoning:
     @property
     def cut_short(self) -> bool:
         return self._then is not None and self._then.cut_short
+
+    @property
+    def open_kind(self) -> str | None:
+        if self._state == self._start and self._buffer.strip():
+            return "mark"
+        if self._state == self._inside:
+            return "thought"
+        return None if self._then is None else self._then.open_kind
 
     def _start(self, pieces: list[Piece], final: bool) -> bool:
         begin = self._buffer.lstrip()

@@ -15,6 +15,7 @@ from tandem.errors import RequestError
 from tandem.request import Constraint
 from tandem.serve.call_grammar import CallGrammar, SpecialId
 from tandem.serve.calls import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
+from tandem.serve.continued import continued
 from tandem.serve.conversation import with_instruction
 from tandem.serve.parse import THINK_OPEN, AnswerParser, Reasoning
 from tandem.serve.refusals import TOOL, refuse
@@ -56,9 +57,10 @@ class ToolUse:
         """The conversation, with the instruction in its system message."""
         return list(messages) if self.instruction is None else with_instruction(messages, self.instruction)
 
-    def parser(self, template: str | None, prompt_end: str) -> Callable[[], AnswerParser] | None:
-        """Makes a parser for each answer; None if the text needs none. prompt_end: the prompt's last characters.
+    def parser(self, template: str | None, prompt_end: str, said: str = "") -> Callable[[], AnswerParser] | None:
+        """Makes a parser for each answer; None if the text needs none. Raises RequestError, see continued.
 
+        prompt_end   the prompt's last characters.      said   what of a message to be continued the prompt ends with.
         Where a grammar governs the answer from its first token on, there is no room for thoughts.
         """
         thinks = THINK_OPEN in (template or "") and (self.constraint is None or self.leaves_text)
@@ -88,7 +90,11 @@ class ToolUse:
                 return calls
             return Reasoning(calls, inside=inside)
 
-        return make
+        if inside or not said.strip():
+            return make
+        governed = self.form is not None and self.constraint is not None
+        begun = continued(make, said, thinks=thinks, is_governed=governed, shared=self.kinds)
+        return make if begun is None else begun.copy
 
 
 def format_of(template: str | None) -> CallFormat | None:
