@@ -203,7 +203,9 @@ def test_wide_streamed_products(tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "size"), [(1024, 2048), (6144, 1024), (4096, 4096), (960, 576), (320, 960)])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1024, 2048), (6144, 1024), (4096, 4096), (960, 576), (320, 960), (65600, 320)]
+)
 def test_a_tokens_product_is_the_same_number_among_any_others(rows, size):
     many, weight, bias = rand(517, size), rand(rows, size, seed=1) * size**-0.5, rand(rows, seed=2)
     forms = [

@@ -67,6 +67,19 @@ def test_ids_behind_the_vocabulary_are_read_with_it_and_never_chosen(asked, behi
     assert greedy_triton(logits).tolist() == logits.argmax(-1).tolist()
 
 
+def test_nothing_behind_a_tensors_storage_is_read():
+    from tandem.kernels.sample_triton import greedy_triton, sample_triton
+
+    for held in (5001, 5008):  # the last row ends with its storage, and stands beside what is not its own
+        whole = torch.full((2 * 5008 + held + 32,), float("nan"), device=DEVICE)
+        logits = whole.as_strided((3, 5001), (5008, 1))
+        logits.copy_(logits_of(3, 5001))
+        alone = torch.empty(2 * 5008 + held, device=DEVICE).as_strided((3, 5001), (5008, 1)).copy_(logits)
+        for given in (logits, alone):
+            assert greedy_triton(given).tolist() == given.argmax(-1).tolist()
+            assert sample_triton(given, *rows(3)).tolist() == twin.sample_torch(given, *rows(3)).tolist()
+
+
 def test_rows_of_an_odd_vocabulary_are_read_16_bytes_at_once():
     ptx = ptx_of("""
 from tandem.kernels.sample_triton import greedy_triton

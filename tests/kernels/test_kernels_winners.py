@@ -1,6 +1,9 @@
 """The best id of each token without its logits: order of winners, products that raise them, the step's end."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -79,6 +82,85 @@ def test_a_token_without_any_number_has_no_winner_and_fails_alone():
     finish_torch(winners, finite, torch.tensor([0, 1]), last, home, turn)
     assert home.tolist() == [[best, -1]] and last.tolist() == [best, 0, 0]
     assert (winners == NOBODY).all(), "as the next step needs them"
+
+
+def all_kinds(tokens, rows, num_ids, size, dtype):
+    """Activations and weights whose logits are all below zero, but for a token of zeros, one of NaN and equals; those
+    of ids that may not be chosen are the highest."""
+    x, weight = rand(tokens, size).abs().to(dtype), -rand(rows, size, seed=1).abs().to(dtype)
+    weight[num_ids // 2 : num_ids] = weight[: num_ids - num_ids // 2].clone()  # of equals the lower id must win
+    weight[num_ids:] *= -100.0
+    if tokens > 2:
+        x[tokens // 2], x[tokens - 1] = 0.0, float("nan")
+    return x, weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_winners_are_those_of_the_logits_that_are_not_written(dtype):
+    from tandem.kernels.linear_triton import skinny
+
+    for tokens, rows, num_ids, size in ((5, 150, 131, 96), (1, 64, 63, 32), (17, 200, 200, 64)):
+        x, weight, how = *all_kinds(tokens, rows, num_ids, size, dtype), {"tokens": 16, "rows": 64, "step": 32}
+        winners = skinny(x, weight, None, num_ids=num_ids, winners_TW=nobody(tokens), **how)
+        want = winners_torch(skinny(x, weight, None, **how)[:, :num_ids])
+        assert torch.equal(winners[:, 0], want)
+        assert (id_of(want[: tokens // 2]) < num_ids).all() and (tokens < 3 or want[-1] == NOBODY)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 8, 13, 16, 30, 32, 47, 64])
+def test_winners_on_a_card_are_those_of_the_logits_that_are_not_written(tokens, dtype):
+    for rows, num_ids, size in ((65536 + 40, 65536 - 30, 128), (70001, 69901, 576)):
+        x, weight = all_kinds(tokens, rows, num_ids, size, dtype)
+        for invariant in (False, True):
+            winners = nobody(tokens)
+            if choice.raise_winners(x, weight, num_ids, winners, invariant):
+                want = winners_torch(choice.linear(x, weight, None, invariant)[:, :num_ids])
+                assert torch.equal(winners[:, 0], want), "tiles are the same, so logits are, to the bit"
+            else:
+                assert not has_streams(x.device) and (tokens > 32 or invariant)
+
+
+WHERE = """
+import dataclasses
+
+from tandem.kernels import linear
+from tandem.kernels.launch import Target, planning
+from tandem.layers.linear import linear_scheme
+from tandem.models.named import named_config
+from tandem.models.registry import build, spec_from_config
+from tandem.runner import variants
+
+asked = []
+linear._product = lambda x, weight, bias, tiles, activation=None: asked.append((tiles["num_ids"], tiles["num_parts"]))
+
+def where(capability, vocabulary, rows, dtype=torch.bfloat16, exact=False, num_ids=None, **more):
+    spec = spec_from_config(dict(named_config("qwen3-0.6b"), vocab_size=vocabulary))
+    spec, place = dataclasses.replace(variants._few_layers(spec), **more), torch.device("meta")
+    with planning(Target(capability, 132)), torch.inference_mode():
+        model = build(spec, dtype, place, linear=linear_scheme(None, place, exact), max_length=64)
+        hidden = torch.empty(rows, 1024, dtype=dtype, device=place)
+        winners = torch.empty(rows, 16, dtype=torch.int64, device=place)
+        return model.raise_winners(hidden, num_ids or vocabulary, winners)
+
+big, nine, eight = 151936, (9, 0), (8, 0)
+assert where(nine, big, 64, num_ids=151669) and where(nine, big, 1, exact=True) and where(eight, big, 32)
+assert asked == [(151669, 1), (big, 1), (big, 1)], asked
+refused = [
+    where(nine, big, 65), where(nine, 32000, 8), where(nine, 4096, 8), where(nine, big, 8, logit_softcap=30.0),
+    where(nine, big, 8, torch.float32), where(eight, big, 33), where(eight, big, 8, exact=True),
+]
+assert not any(refused) and len(asked) == 3, refused
+print("all as measured")
+"""
+
+
+def test_logits_are_written_where_they_are_needed_or_winners_were_not_measured():
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-c", f"import torch\n{WHERE}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout.strip() == "all as measured", done.stderr
 
 
 def test_off_the_gpu_nothing_is_raised():

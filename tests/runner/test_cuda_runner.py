@@ -234,6 +234,17 @@ def test_greedy_steps_take_winners_where_products_raise_them(model, uses_graphs,
     assert all(set(tokens[1:]) == {7} for tokens in wrong.values()), "all but the first, which prompts' steps choose"
 
 
+def test_steps_with_sampled_rows_take_no_winners(model, monkeypatch):
+    asked = requests(lambda i: SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=12))
+    want = drive(make(model), asked)[0]
+
+    def refuse(*_):
+        assert False, "a sampled row's token is not its best"
+
+    monkeypatch.setattr(model, "raise_winners", refuse)
+    assert drive(make(model), asked)[0] == want
+
+
 SEVEN = (5 << 32) | (0x7FFFFFFF - 7)
 
 

@@ -235,13 +235,11 @@ def _decode_kernel(
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     keys_ptr += head * D
     values_ptr += head * D
-    if AHEAD:  # so are all keys and values but the newest token's
-        newest, columns = (
-            cache_offset(table_ptr, length - 1, block_stride, position_stride, P),
-            start + tl.arange(0, TILE),
-        )
+    if AHEAD:  # so are all keys and values but the newest token's, which is not touched: L1 would keep what was there
+        newest = cache_offset(table_ptr, length - 1, block_stride, position_stride, P)
+        columns = start + tl.arange(0, TILE)
         key, value = load_tile(
-            keys_ptr, values_ptr, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
+            keys_ptr, values_ptr, table_ptr, columns, length - 1, block_stride, position_stride, D, WIDTH, P
         )
     if PDL > 0:
         gdc_wait()

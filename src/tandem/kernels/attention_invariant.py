@@ -84,11 +84,11 @@ def _chunk_kernel(
     low = tl.maximum(chunk_begin(skipped + chunk, NEAR, SHORT, LONG), first)
     high = tl.minimum(chunk_begin(skipped + chunk + 1, NEAR, SHORT, LONG), length)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
-    if AHEAD:
+    if AHEAD:  # as in attention_decode.py: all but the newest token, also where the chunk is behind the span's end
         near_keys, near_values, columns = keys_ptr + head * D, values_ptr + head * D, low + tl.arange(0, TILE)
         newest = cache_offset(table_ptr, length - 1, block_stride, position_stride, P)
         key, value = load_tile(
-            near_keys, near_values, table_ptr, columns, length, block_stride, position_stride, D, WIDTH, P
+            near_keys, near_values, table_ptr, columns, length - 1, block_stride, position_stride, D, WIDTH, P
         )
     if PDL > 0:
         gdc_wait()
@@ -139,7 +139,8 @@ def invariant_decode_attention(
     """Attention of the first S tokens, token s over lengths_S[s] cached positions; written to out_THD[:S].
 
     A token's result equals prefill_attention(invariant=True), whatever else is in the batch. Parts lie in scratch, as
-    many spans at once as fit. Lengths are read ahead of the wait for the kernel before, as in decode_attention.
+    many spans at once as fit. Lengths are read ahead of the wait for the kernel before, as in decode_attention, and
+    where reads_ahead of launch.py says so a chunk's first tile of keys and values, too.
     """
     num_spans, (num_kv_heads, head_dim) = lengths_S.shape[0], keys_NPKD.shape[2:]
     group = queries_THD.shape[1] // num_kv_heads

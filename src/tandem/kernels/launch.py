@@ -116,7 +116,8 @@ DEPENDENT = {
 
 
 def reads_ahead(num_tokens: int) -> bool:
-    """Whether attention of so many spans reads the cache ahead of its wait (attention_decode.py), behind an early rope.
+    """Whether attention of so many spans reads the cache ahead of its wait, behind an early rope; in the deterministic
+    mode, where one of few programs of four warps does (attention_invariant.py).
 
     Between, its programs take the places of those at work: measured at 8 spans of 500 tokens and more (docs/log.md).
     """

@@ -228,7 +228,8 @@ def _kth(row_ptr, V, readable, inverse, anchor, top_k, BLOCK: tl.constexpr, LOOK
     return low, mass
 
 
-@triton.jit
+# The number of stretches follows the rows: one variant must do for all.
+@triton.jit(do_not_specialize=["num_stretches"])
 def _decide_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, floats_ptr, ids_ptr,
     out_ptr, V, readable, row_stride, num_stretches,
@@ -279,21 +280,9 @@ def _decide_kernel(
                 if undecided:
                     floor = tl.maximum(floor, tl.where(value >= least, value, floor))
                     _score, chosen, _mass = _draw(
-                        row_ptr,
-                        0,
-                        V,
-                        V,
-                        readable,
-                        inverse,
-                        anchor,
-                        seed,
-                        position,
-                        floor,
-                        least,
-                        LANES,
-                        ROUNDS,
-                        FAST,
-                    )
+                        row_ptr, 0, V, V, readable, inverse, anchor, seed, position, floor, least,
+                        LANES, ROUNDS, FAST,
+                    )  # fmt: skip
     tl.store(out_ptr + row, tl.minimum(chosen, V - 1).to(tl.int64))
 
 
@@ -314,8 +303,10 @@ def _launch(logits_RV: Tensor, rows: tuple[Tensor, ...] | None) -> Tensor:
     size, number = _stretches(num_rows, num_ids, logits_RV.device)
     floats = torch.empty((num_rows, number, 3), dtype=torch.float32, device=logits_RV.device)
     ids = torch.empty((num_rows, number, 2), dtype=torch.int32, device=logits_RV.device)
-    whole = triton.cdiv(num_ids, 16) * 16
-    readable = whole if whole <= logits_RV.stride(0) else num_ids
+    whole, row_stride = triton.cdiv(num_ids, 16) * 16, logits_RV.stride(0)
+    last = logits_RV.storage_offset() + (num_rows - 1) * row_stride + whole  # a row's, of its storage's elements
+    held = logits_RV.untyped_storage().nbytes() // logits_RV.element_size()
+    readable = whole if whole <= row_stride and last <= held else num_ids
     greedy = rows is None
     temperatures, top_ks, top_ps, min_ps, seeds, positions = rows or (floats, ids, floats, floats, ids, ids)
     fixed = {"GREEDY": greedy, "LANES": LANES, "ROUNDS": ROUNDS, "FAST": not interpreted()}

@@ -76,7 +76,7 @@ def finish_torch(
     """Keep each row's sampled token in the row, and put it where it travels home from: home_DR[turn], in place.
 
     tokens_R    ids [R], or winners [R, WINNER] (winners_torch), of which the first in a row counts; it becomes NOBODY.
-    home gets the token, or -1 where the hidden state is not finite (NaN or infinity), or no logit is: that row failed
+    home gets the token, or -1 where the hidden state is not finite (NaN or infinity), or nobody won: that row failed
     alone.
     """
     finite_R = hidden_RE.abs().amax(-1).isfinite()

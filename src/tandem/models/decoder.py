@@ -82,14 +82,13 @@ class Decoder(nn.Module):
             return torch.tanh(logits_RV.float() / self.spec.logit_softcap) * self.spec.logit_softcap
         return logits_RV if as_computed else logits_RV.float()
 
-    def raise_winners(self, hidden_RE: Tensor, num_tokens: int | None, winners_RW: Tensor) -> bool:
-        """Raise each row's winner by its logits, of which none is written; see raise_winners of kernels/linear.py.
+    def raise_winners(self, hidden_RE: Tensor, num_ids: int, winners_RW: Tensor) -> bool:
+        """Raise each row's winner by the first num_ids of its logits, of which none is written; see kernels/linear.py.
 
-        num_tokens: ids that may be chosen; None: all. Returns False, with nothing done, where logits are needed.
+        Returns False, with nothing done, where logits are needed.
         """
         if self.head is not None or self.head_VE.is_cpu or self.spec.logit_softcap is not None:
             return False
-        num_ids = num_tokens or self.spec.num_logits
         return raise_winners(hidden_RE, self.head_VE, num_ids, winners_RW, self.invariant)
 
     def targets(self) -> dict[str, Target]:

@@ -227,7 +227,7 @@ class CudaRunner:
         if key.path == GENERAL:
             lanes.hidden_SE[:size].copy_(hidden_SE)
             return
-        tokens_S = lanes.winners_SW[:size]
+        tokens_S = lanes.winners_SW[:size]  # raised, then reset by the step's end: nothing between may ask for memory
         if key.path != GREEDY or not self._model.raise_winners(hidden_SE, self._sampling.num_tokens, tokens_S):
             numbers = None if key.path == GREEDY else {name: tensor[:size] for name, tensor in lanes.numbers.items()}
             tokens_S = self._sampling.choose(self._model.logits(hidden_SE, True), numbers, lanes.starts_S[:size])

@@ -118,7 +118,7 @@ class DeviceSampling:
             logits_RV = raw_RV[:, : self.num_tokens]
             if path == GENERAL:
                 special = self._special(packed, spans)
-                logits_RV = self._processed(logits_RV, packed, spans, special)
+                logits_RV = self._processed(raw_RV, packed, spans, special)
             drawn.tokens_R = self.choose(logits_RV, numbers, positions_R)
             if special is not None:
                 self._logprobs(packed, spans, raw_RV, drawn)
@@ -134,12 +134,14 @@ class DeviceSampling:
         assert masked <= {spans[place].row for place in special}, "a mask for a row without a grammar"
         return special
 
-    def _processed(self, logits_RV: Tensor, packed: Packed, spans: Sequence[Span], special: list[int]) -> Tensor:
+    def _processed(self, raw_RV: Tensor, packed: Packed, spans: Sequence[Span], special: list[int]) -> Tensor:
+        """A copy with the special rows changed, its rows as far apart as those of logits that need no change."""
+        logits_RV = raw_RV.clone()[:, : self.num_tokens]
         rows = [spans[place].row for place in special]
         positions = [spans[place].start + spans[place].length for place in special]
         index_D, rows_D = (self.samplers.upload(values, torch.int64) for values in (special, rows))
         changed_DV = process(logits_RV[index_D], self.samplers, rows, rows_D, positions, packed.plan.masks)
-        return logits_RV.index_copy(0, index_D, changed_DV)
+        return logits_RV.index_copy_(0, index_D, changed_DV)
 
     def _record(self, spans: Sequence[Span], special: list[int], tokens_R: Tensor) -> None:
         """Count the sampled ids of rows with penalties."""

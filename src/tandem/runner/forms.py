@@ -28,8 +28,11 @@ class DecodeKeys:
         return GraphKey(size, path, forms, is_uneven and forms != self._forms(size, bound, False))
 
     def unlike(self, listed: Sequence[tuple[GraphKey, int]], sizes: Sequence[int], max_length: int) -> list[Any]:
-        """One (key, bound) more for each attention kernel that steps of these sizes may need and none listed does."""
-        known, found, bound = {_kernels(key) for key, _ in listed}, [], graph_bound(1)
+        """One (key, bound) more for each attention kernel that steps of these sizes may need and none listed does.
+
+        Decodes beside prompts are launched for their own longest span, which may be shorter than any graph's.
+        """
+        known, found, bound = {_kernels(key) for key, _ in listed}, [], 1
         while bound <= graph_bound(max_length):
             for size, is_uneven in product(sizes, (False, True)):
                 key = self.key(size, listed[0][0].path, bound, is_uneven)
