@@ -239,7 +239,7 @@ def test_steps_with_sampled_rows_take_no_winners(model, monkeypatch):
     want = drive(make(model), asked)[0]
 
     def refuse(*_):
-        assert False, "a sampled row's token is not its best"
+        raise AssertionError("a sampled row's token is not its best")
 
     monkeypatch.setattr(model, "raise_winners", refuse)
     assert drive(make(model), asked)[0] == want
