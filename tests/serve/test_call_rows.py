@@ -65,6 +65,13 @@ def test_a_row_cut_short_keeps_what_is_content(form: CallFormat) -> None:
         assert parser.cut_short == named
 
 
+def test_an_answer_of_json_lines_is_streamed() -> None:
+    parser, said = Calls(LLAMA, NAMES), '{"a": 1}\n' * 50
+    pieces = [(place, piece) for place, char in enumerate(said) for piece in parser.feed(char, final=False)]
+    assert pieces[0][0] == 7 and len(pieces) == 50, "each with its line"
+    assert "".join(piece.content for _, piece in pieces) + "\n" == said
+
+
 ITEMS = st.sampled_from([
     W, T, Z, Y, '{"name": 5}', '{"name": "time"}', '{"na', ", ", "; ", " ", "\n", "]", "[", "text", "5", "}",
     "[TOOL_CALLS][", "[TOOL_CALLS]", "[TOOL_CALLS]zz[ARGS]{}", "[TOOL_CALLS]time[ARGS]{}", "</tool_call>",

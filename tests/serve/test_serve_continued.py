@@ -11,6 +11,7 @@ from serve_drive import Served, serving
 from test_parse import ARGUMENTS, CALL, NAMES, parse, tagged
 from test_serve_tools import CHAT, CITY
 
+from tandem.errors import RequestError
 from tandem.serve.calls import HERMES, LLAMA, MISTRAL, TAGGED, CallFormat, Calls
 from tandem.serve.continued import continued, said_in
 from tandem.serve.parse import AnswerParser, Reasoning
@@ -41,7 +42,7 @@ def test_wherever_a_message_ends_the_answer_goes_on_with_it(what: str) -> None:
     content, reasoning, calls = parse(make(), [text])
     num_open = {"thought": 0, "call": 0}
     for place in range(1, len(text)):
-        found = continued(make, text[:place], thinks=True, is_governed=False)
+        found = continued(make, text[:place], is_governed=False)
         if found is None:
             continue
         num_open[found.open_kind if found.open_kind != "mark" else "call"] += 1
@@ -62,7 +63,7 @@ def test_wherever_a_message_ends_the_answer_goes_on_with_it(what: str) -> None:
 def test_nothing_of_the_prompt_is_given_as_text(parts: list[str], place: int, cuts: list[int]) -> None:
     text = "".join(parts)
     said, rest = text[:place], text[place:]
-    found = continued(maker(HERMES, True), said, thinks=True, is_governed=False)
+    found = continued(maker(HERMES, True), said, is_governed=False)
     if found is not None:
         content, reasoning, _ = parse(found.copy(), [rest])
         edges = sorted({0, len(rest), *(cut for cut in cuts if cut < len(rest))})
@@ -72,9 +73,7 @@ def test_nothing_of_the_prompt_is_given_as_text(parts: list[str], place: int, cu
 
 
 def test_each_answer_has_a_call_of_its_own() -> None:
-    found = continued(
-        maker(HERMES, False), '<tool_call>{"name": "time", "arguments": {"a"', thinks=False, is_governed=False
-    )
+    found = continued(maker(HERMES, False), '<tool_call>{"name": "time", "arguments": {"a"', is_governed=False)
     assert found is not None
     ids = set()
     for rest in (": 1}}", ": 2}}</tool_call>"):
@@ -87,7 +86,7 @@ def test_each_answer_has_a_call_of_its_own() -> None:
 @pytest.mark.parametrize("said", ["Well", "<think>a</think> So", "", " ", f"<tool_call>{CALL}</tool_call> Yes. "])
 def test_a_message_that_ends_within_nothing_changes_nothing(said: str) -> None:
     for governed in (False, True):
-        assert continued(maker(HERMES, True), said, thinks=True, is_governed=governed) is None
+        assert continued(maker(HERMES, True), said, is_governed=governed) is None
 
 
 @pytest.mark.parametrize(
@@ -128,9 +127,7 @@ def answer(served: Served, said: str, **fields) -> dict:
     return choice
 
 
-@pytest.mark.parametrize(
-    "said", ["<think>I begin", "<think>\nI begin\n", "Well. <think>I begin", "<think>I begin</thi"]
-)
+@pytest.mark.parametrize("said", ["<think>I begin", "<think>\nI begin\n", "<think>I begin</thi"])
 def test_an_answer_goes_on_within_a_thought(said: str) -> None:
     rest = "nk>The answer." if said.endswith("</thi") else " to see. </think>\nThe answer."
     with serving(source={"chat_template": TEMPLATE.replace("MARKS", "<tool_call><think>")}, script=rest) as served:
@@ -175,18 +172,41 @@ def test_an_answer_goes_on_within_a_call_unless_a_grammar_governs_it(
         assert text["message"]["content"] == rest and "tool_calls" not in text["message"]
         talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}]
         strict = [{"type": "function", "function": {**LAX[0]["function"], "strict": True}}]
-        if "function" in marks or said == "<tool_ca":
+        if "function" in marks:
             return
         for fields in ({"tools": strict}, {"tools": LAX, "tool_choice": "required"}):
             body = {"messages": talk, "continue_final_message": True, **fields}
             error = served.refused(CHAT, body, param="continue_final_message")
-            assert "within a tool call" in error["message"] and "in front of the call" in error["message"]
+            assert "within a tool call" in error["message"] and "in front of it" in error["message"]
 
 
 def test_a_long_call_is_gone_on_with_at_once() -> None:
-    said = '<tool_call>{"name": "time", "arguments": {"text": "' + "x" * 400_000
+    said = '<tool_call>{"name": "time", "arguments": {"text": "' + "x" * 60_000
     start_s = time.monotonic()
-    found = continued(maker(HERMES, True), said, thinks=True, is_governed=False)
-    assert found is not None and time.monotonic() - start_s < 3
+    found = continued(maker(HERMES, True), said, is_governed=False)
+    assert found is not None and time.monotonic() - start_s < 1
     _, _, [(_, arguments)] = parse(found.copy(), ['"}}'])
-    assert len(json.loads(arguments)["text"]) == 400_000
+    assert len(json.loads(arguments)["text"]) == 60_000
+
+
+@pytest.mark.parametrize("form", [LLAMA, MISTRAL, HERMES])
+def test_a_message_that_is_costly_to_continue_is_told_its_limit(form: CallFormat) -> None:
+    """Rows of what is no call: parsing them takes the square of their length, on the thread of everyone's bodies."""
+    for said in ("{}" * 30_000, "[TOOL_CALLS]5{}" * 4000, "<tool_call>x" * 5000):
+        start_s = time.monotonic()
+        continued(maker(form, True), said, is_governed=False)
+        assert time.monotonic() - start_s < 2
+        with pytest.raises(RequestError, match="limit is 65,536"):
+            continued(maker(form, True), said * 2, is_governed=False)
+
+
+@pytest.mark.parametrize("said", ["The tag `<think>` marks", "<think>a</think> b <think> c"])
+def test_a_thought_that_is_only_spoken_of_is_none(said: str) -> None:
+    assert continued(maker(HERMES, True), said, is_governed=False) is None
+
+
+def test_a_users_final_message_is_not_parsed() -> None:
+    with serving(source={"chat_template": TEMPLATE.replace("MARKS", "<think>")}, script="Yes.") as served:
+        body = {"messages": [{"role": "user", "content": "<think>I wonder"}], "continue_final_message": True}
+        message = served.post(CHAT, body).json()["choices"][0]["message"]
+        assert message["content"] == "Yes." and not message.get("reasoning_content")

@@ -214,8 +214,9 @@ class Calls:
         self._has_calls, self._is_strange = True, False
 
     def _stranger(self, pieces: list[Piece], final: bool) -> bool:
-        """Behind a call of a row that is none of ours: others of the row may be."""
-        if self._has_calls:
+        """Behind a call of a row that is none of ours: others of the row may be. A row that began without a mark is
+        content as it comes: an answer of JSON lines."""
+        if self._has_calls or not (self._form.opening or self._governed):
             self._content(self._raw, pieces)
             self._raw = ""
         self._is_strange, self._strange = True, (self._strange[0], len(self._raw))

@@ -13,7 +13,9 @@ from dataclasses import replace
 
 from tandem.errors import RequestError
 from tandem.serve.calls import new_identity
-from tandem.serve.parse import THINK_CLOSE, THINK_OPEN, AnswerParser, Piece
+from tandem.serve.parse import THINK_OPEN, AnswerParser, Piece
+
+MAX_SAID = 65_536  # characters: parsing many calls or what looks like some takes more than their length
 
 
 class Continued:
@@ -65,25 +67,30 @@ class Continued:
 
 
 def continued(
-    make: Callable[[], AnswerParser], said: str, *, thinks: bool, is_governed: bool, shared: object = None
+    make: Callable[[], AnswerParser], said: str, *, is_governed: bool, shared: object = None
 ) -> Continued | None:
     """What goes on with the text that was said; None: nothing there is open, the answer stands for itself.
 
     make          makes a parser of an answer's begin.     shared   see Continued.
-    thinks        thoughts are told from the rest.
     is_governed   a grammar governs calls, from the answer's begin on.
-    Raises RequestError: it ends within a call that a grammar could not go on with.
+    Raises RequestError: it is too long, or ends within a call, or a mark, that a grammar could not go on with.
     """
+    if len(said) > MAX_SAID:
+        raise RequestError(
+            f"the final message to be continued has {len(said):,} characters; where calls or thoughts are told from "
+            f"content the limit is {MAX_SAID:,}.",
+            param="continue_final_message", code="unsupported_value",
+            hint="continue a shorter message, or leave out tools.",
+        )  # fmt: skip
     found = Continued(make(), said, shared)
-    if found.open_kind is None and thinks and said.rfind(THINK_OPEN) > said.rfind(THINK_CLOSE):
-        found = Continued(make(), said[said.rfind(THINK_OPEN) :], shared)  # text in front of it
     if found.open_kind is None:
         return None
-    if found.open_kind == "call" and is_governed:
+    if found.open_kind in ("call", "mark") and is_governed:
         raise RequestError(
-            "the final message ends within a tool call, and a grammar governs this answer's calls from their begin.",
+            "the final message ends within a tool call or half a mark, and a grammar governs this answer's calls from "
+            "their begin.",
             param="continue_final_message", code="unsupported_value",
-            hint="end the message in front of the call; or use tools without strict and tool_choice auto (the call "
+            hint="end the message in front of it; or use tools without strict and tool_choice auto (the call "
             "goes on), or none (it is text).",
         )  # fmt: skip
     return found

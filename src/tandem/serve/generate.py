@@ -147,6 +147,9 @@ async def _chat_prompt(service: Service, body: ChatRequest, use: ToolUse, apart:
 
 
 def _said(service: Service, messages: Sequence[dict[str, Any]], prompt: list[int]) -> str:
+    """What of an assistant's final message the prompt ends with; others hold no thoughts or calls of the model."""
+    if messages[-1].get("role") != "assistant":
+        return ""
     content = checked_messages(messages[-1:])[0]["content"]
     num_tokens = len(content.encode("utf-8", "replace")) + 32  # no fewer than it has
     return said_in(service.engine.text.decode(prompt[-num_tokens:], skip_special_tokens=False), content)

@@ -93,7 +93,7 @@ class ToolUse:
         if inside or not said.strip():
             return make
         governed = self.form is not None and self.constraint is not None
-        begun = continued(make, said, thinks=thinks, is_governed=governed, shared=self.kinds)
+        begun = continued(make, said, is_governed=governed, shared=self.kinds)
         return make if begun is None else begun.copy
 
 
