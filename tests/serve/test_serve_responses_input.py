@@ -48,6 +48,7 @@ def turns_of(items: list[dict], places: list[Place] | None = None) -> list[tuple
     ("items", "turns"),
     [
         ([text("a"), call("f")], [("a", "a", ("f",))]),
+        ([{**HI, "type": None}, text("a")], [("u", "hi"), ("a", "a")]),
         ([call("f"), text("a")], [("a", "a", ("f",))]),
         ([thought("h"), text("a"), call("f"), call("g")], [("a", "a", ("f", "g"), "h")]),
         ([text("a"), call("f"), text("b"), call("g")], [("a", "ab", ("f", "g"))]),

@@ -58,7 +58,8 @@ def messages_of(body: ResponsesRequest, places: list[Place]) -> list[Message]:
     check_count("input", body.input, MAX_MESSAGES, "items")
     num_parts = 0
     for number, item in enumerate(body.input):
-        kind, where = item.get("type", "message"), f"input[{number}]"
+        kind, where = item.get("type"), f"input[{number}]"
+        kind = "message" if kind is None else kind
         parts = [item[name] for name in ("content", "summary", "output") if isinstance(item.get(name), list)]
         num_parts += sum(map(len, parts)) + (kind == "function_call")
         if num_parts > MAX_PARTS:
