@@ -42,6 +42,9 @@ def test_a_step_has_a_target_where_the_device_is_slow() -> None:
 
     assert resolved("cpu")[0] == 200 and "long prompt" in resolved("cpu")[1]
     assert resolved("cuda")[0] == resolved("null")[0] == 0 and "off on cuda" in resolved("cuda")[1]
+    facts = Facts("cpu", "a machine", 2, 1 << 33, 4096, 1 << 27, 1 << 10)
+    found = [Settings(target_step_ms=asked).resolve(facts, offline=True).settings for asked in (None, 50.0)]
+    assert [(one.target_step_ms, one.max_batch_tokens) for one in found] == [(0.0, 1024), (50.0, 1024)]
     assert resolved("cuda", target_step_ms=50) == (50, "asked") and resolved("cpu", target_step_ms=0) == (0, "asked")
     with pytest.raises(SettingError, match="target_step_ms is -1"):
         Settings(target_step_ms=-1)

@@ -103,8 +103,8 @@ class Settings:
                 raise SettingError(f"there is no setting {name!r}.", hint=hint)
         return cls(**{name: _coerce(name, value) for name, value in values.items()})
 
-    def resolve(self, facts: "Facts") -> "Resolved":
-        """Give each "auto" a value and a reason."""
+    def resolve(self, facts: "Facts", offline: bool = False) -> "Resolved":
+        """Give each "auto" a value and a reason. offline: all answers are waited for together, nobody reads along."""
         chosen: dict[str, tuple[Any, str]] = {}
         cuda, dense = facts.device == "cuda", facts.model_dtype or "float32"
         chosen["device"] = (facts.device, "asked" if self.device else "the best device found")
@@ -116,14 +116,16 @@ class Settings:
         if self.max_batch_tokens is not None:
             seqs = min(seqs, self.max_batch_tokens)
         chosen["max_num_seqs"] = (seqs, f"the default on {facts.device}")
-        budget = {"cuda": 8192, "null": 8192}.get(facts.device, 512)
+        budget = {"cuda": 8192, "null": 8192}.get(facts.device, 1024 if offline else 512)
         chosen["max_batch_tokens"] = (
             max(budget, self.max_num_seqs or seqs), f"the default on {facts.device}, at least one token a sequence"
         )  # fmt: skip
         chosen["target_step_ms"] = (
-            (200.0, "the default on cpu: a long prompt must not hold running answers up")
-            if facts.device == "cpu"
-            else (0.0, f"off on {facts.device}: max_batch_tokens is quick there")
+            (0.0, f"off on {facts.device}: max_batch_tokens is quick there")
+            if facts.device != "cpu"
+            else (0.0, "off offline: nobody reads along")
+            if offline
+            else (200.0, "the default on cpu: a long prompt must not hold running answers up")
         )
         memory = int(facts.free_bytes * self.gpu_memory_utilization) if cuda else min(facts.free_bytes // 4, 4 << 30)
         chosen["kv_cache_memory"] = (

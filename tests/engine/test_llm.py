@@ -173,7 +173,11 @@ def test_an_interrupt_leaves_an_idle_engine(null: LLM, monkeypatch: pytest.Monke
 def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine_fakes import make_fake_loop
 
-    monkeypatch.setattr(llm_module, "make_loop", lambda settings, mailbox: make_fake_loop({"fail_at_step": 3}, mailbox))
+    def make_loop(settings, mailbox, *, offline):
+        assert offline, "nobody reads along"
+        return make_fake_loop({"fail_at_step": 3}, mailbox)
+
+    monkeypatch.setattr(llm_module, "make_loop", make_loop)
     with LLM() as llm:
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="the device is gone"):

@@ -60,7 +60,7 @@ class Bed:
                     f"max_batch_tokens is {rows}, not {budget}: a step has a token for each of {rows} rows{padding}"
                 )
         self.batch = batch
-        self.built: Built = build(chosen, on_phase)
+        self.built: Built = build(chosen, on_phase, offline=True)
         self._taken: set[int] = set()
 
     @property

@@ -110,17 +110,15 @@ class Built:
 
 
 def make_loop(
-    settings: Settings | Mapping[str, Any],
-    mailbox: Mailbox,
-    on_phase: OnPhase = lambda text: None,
-    observers: Sequence[Observer] = (),
-) -> tuple[Loop, Card]:
+    settings: Settings | Mapping[str, Any], mailbox: Mailbox, on_phase: OnPhase = lambda text: None,
+    observers: Sequence[Observer] = (), offline: bool = False,
+) -> tuple[Loop, Card]:  # fmt: skip
     """Build everything behind the border, and the card for those before it. Raises as ``build`` does.
 
     on_phase    told what is going on, one line at a time.
     observers   hung on the loop beside the engine's own.
     """
-    built = build(settings, on_phase)
+    built = build(settings, on_phase, offline)
     planner = built.scheduler()
     metrics, timeline, ledger = Metrics(), Timeline(built.resolved.settings.depth), RequestLedger()
     errands = {
@@ -140,8 +138,10 @@ def make_loop(
     return loop, built.card()
 
 
-def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda text: None) -> Built:
-    """Find the model, resolve the settings, load the weights, start the runner.
+def build(
+    settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda text: None, offline: bool = False
+) -> Built:
+    """Find the model, resolve the settings (see there for offline), load the weights, start the runner.
 
     Raises SettingError, ModelError, WeightsError, DownloadError or DeviceMemoryError, each with what to do.
     """
@@ -154,7 +154,7 @@ def build(settings: Settings | Mapping[str, Any], on_phase: OnPhase = lambda tex
     with _compiling(settings, spec, shape, source) as compiling:
         with _timed(phases_s, "device"):
             device = settings.device or best_device()
-            resolved = settings.resolve(sizing.device_facts(shape, device, settings))
+            resolved = settings.resolve(sizing.device_facts(shape, device, settings), offline)
         if device != "cuda":  # there the runner measures what is free
             resolved = sizing.fit_cache(resolved, shape)
         on_phase(f"loading {source.name} on {device}")

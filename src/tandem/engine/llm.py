@@ -41,7 +41,7 @@ class LLM:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.settings = Settings.from_dict({"model": model, **settings})
         self._mailbox = LocalMailbox(self)
-        self._loop, self.card = make_loop(self.settings, self._mailbox)
+        self._loop, self.card = make_loop(self.settings, self._mailbox, offline=True)
         self._front = FrontEnd(self.card, self._send)
         self._lock = threading.Lock()
         self._closed = False
