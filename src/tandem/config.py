@@ -120,13 +120,12 @@ class Settings:
         chosen["max_batch_tokens"] = (
             max(budget, self.max_num_seqs or seqs), f"the default on {facts.device}, at least one token a sequence"
         )  # fmt: skip
-        chosen["target_step_ms"] = (
-            (0.0, f"off on {facts.device}: max_batch_tokens is quick there")
-            if facts.device != "cpu"
-            else (0.0, "off offline: nobody reads along")
-            if offline
-            else (200.0, "the default on cpu: a long prompt must not hold running answers up")
-        )
+        target = 200.0, "the default on cpu: a long prompt must not hold running answers up"
+        if facts.device != "cpu":
+            target = 0.0, f"off on {facts.device}: max_batch_tokens is quick there"
+        elif offline:
+            target = 0.0, "off offline: nobody reads along"
+        chosen["target_step_ms"] = target
         memory = int(facts.free_bytes * self.gpu_memory_utilization) if cuda else min(facts.free_bytes // 4, 4 << 30)
         chosen["kv_cache_memory"] = (
             memory, "share of the device's free memory" if cuda else "a quarter of free memory, at most 4 GiB"

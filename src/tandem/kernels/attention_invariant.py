@@ -66,6 +66,20 @@ def _write(acc, total, out_ptr, row_mask, ROWS: tl.constexpr, D: tl.constexpr, W
     tl.store(out_ptr + rows[:, None] * D + inner[None, :], result.to(out_ptr.dtype.element_ty), row_mask)
 
 
+@triton.jit
+def _bounds(
+    length, chunk, window,
+    TILE: tl.constexpr, NEAR: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Where a span's chunk begins and ends, counted from the first that its window touches, and how many there are."""
+    first = tl.maximum(length - window, 0) // TILE * TILE if HAS_WINDOW else 0
+    skipped = chunk_of(first, NEAR, SHORT, LONG)
+    num_chunks = chunk_of(tl.maximum(length, 1) - 1, NEAR, SHORT, LONG) + 1 - skipped
+    low = tl.maximum(chunk_begin(skipped + chunk, NEAR, SHORT, LONG), first)
+    high = tl.minimum(chunk_begin(skipped + chunk + 1, NEAR, SHORT, LONG), length)
+    return low, high, num_chunks
+
+
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def _chunk_kernel(
     queries_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, marks_ptr, tickets_ptr,
@@ -78,11 +92,7 @@ def _chunk_kernel(
     if PDL == 1:
         gdc_launch_dependents()
     length = tl.load(lengths_ptr + span)  # ahead of the wait, as in attention_decode.py
-    first = tl.maximum(length - window, 0) // TILE * TILE if HAS_WINDOW else 0
-    skipped = chunk_of(first, NEAR, SHORT, LONG)
-    num_chunks = chunk_of(tl.maximum(length, 1) - 1, NEAR, SHORT, LONG) + 1 - skipped
-    low = tl.maximum(chunk_begin(skipped + chunk, NEAR, SHORT, LONG), first)
-    high = tl.minimum(chunk_begin(skipped + chunk + 1, NEAR, SHORT, LONG), length)
+    low, high, num_chunks = _bounds(length, chunk, window, TILE, NEAR, SHORT, LONG, HAS_WINDOW)
     table_ptr = tables_ptr + span.to(tl.int64) * table_stride
     if AHEAD:  # as in attention_decode.py: all but the newest token, also where the chunk is behind the span's end
         near_keys, near_values, columns = keys_ptr + head * D, values_ptr + head * D, low + tl.arange(0, TILE)

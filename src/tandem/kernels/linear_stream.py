@@ -145,6 +145,19 @@ def _challenge(acc, winners_ptr, first_row, first_token, apart, T, N, num_warps:
 
 
 @gluon.jit
+def _give(acc, bias_ptr, out_ptr, part, first_row, first_token, apart, T, N, num_ids, ROUNDING: gl.constexpr,
+          PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr, BEST: gl.constexpr,
+          num_warps: gl.constexpr):  # fmt: skip
+    """Raise winners by a tile's results, or write them; partial sums where they are of one part."""
+    if BEST:
+        _challenge(acc, out_ptr, first_row, first_token, apart, T, num_ids, num_warps, ROUNDING)
+    else:
+        if PARTS:
+            out_ptr += part.to(gl.int64) * T * N
+        _write(acc, bias_ptr, out_ptr, first_row, first_token, apart, T, N, part == 0, HAS_BIAS, GATED, GELU)
+
+
+@gluon.jit
 def _multiply(acc, weight_tiles, token_tiles, first_tile, TILES: gl.constexpr):
     for number in gl.static_range(TILES):
         tile = first_tile + number
@@ -208,12 +221,8 @@ def _stream_kernel(
         acc = warpgroup_mma_wait(0, deps=(acc,))
     if PDL == 2:
         _let_successor_start()
-    if BEST:
-        _challenge(acc, out_ptr, first_row, first_token, apart, T, num_ids, num_warps, x.dtype)
-        return
-    if PARTS:
-        out_ptr += part.to(gl.int64) * T * N
-    _write(acc, bias_ptr, out_ptr, first_row, first_token, apart, T, N, part == 0, HAS_BIAS, GATED, GELU)
+    _give(acc, bias_ptr, out_ptr, part, first_row, first_token, apart, T, N, num_ids, x.dtype, PARTS, HAS_BIAS, GATED,
+          GELU, BEST, num_warps)  # fmt: skip
 
 
 def stream(
