@@ -68,7 +68,11 @@ def test_ids_behind_the_vocabulary_are_read_with_it_and_never_chosen(asked, behi
 
 
 def test_nothing_behind_a_tensors_storage_is_read():
-    from tandem.kernels.sample_triton import greedy_triton, sample_triton
+    from tandem.kernels.sample_triton import greedy_triton, readable_ids, sample_triton
+
+    assert readable_ids(torch.empty(3, 5001)) == 5001 and readable_ids(torch.empty(3, 5008)[:, :5001]) == 5008
+    for held, readable in ((5001, 5001), (5007, 5001), (5008, 5008)):
+        assert readable_ids(torch.empty(2 * 5008 + held).as_strided((3, 5001), (5008, 1))) == readable
 
     for held in (5001, 5008):  # the last row ends with its storage, and stands beside what is not its own
         whole = torch.full((2 * 5008 + held + 32,), float("nan"), device=DEVICE)

@@ -294,6 +294,15 @@ def _stretches(num_rows: int, num_ids: int, device: torch.device) -> tuple[int, 
     return size, triton.cdiv(num_ids, size)
 
 
+def readable_ids(logits_RV: Tensor) -> int:
+    """V, rounded up to a whole read if each row, and the storage behind the last one, is so long. See _logits."""
+    (num_rows, num_ids), row_stride = logits_RV.shape, logits_RV.stride(0)
+    whole = triton.cdiv(num_ids, 16) * 16
+    end = logits_RV.storage_offset() + (num_rows - 1) * row_stride + whole  # in the storage's elements
+    held = logits_RV.untyped_storage().nbytes() // logits_RV.element_size()
+    return whole if whole <= row_stride and end <= held else num_ids
+
+
 def _launch(logits_RV: Tensor, rows: tuple[Tensor, ...] | None) -> Tensor:
     num_rows, num_ids = logits_RV.shape
     assert logits_RV.stride(1) == 1
@@ -303,10 +312,7 @@ def _launch(logits_RV: Tensor, rows: tuple[Tensor, ...] | None) -> Tensor:
     size, number = _stretches(num_rows, num_ids, logits_RV.device)
     floats = torch.empty((num_rows, number, 3), dtype=torch.float32, device=logits_RV.device)
     ids = torch.empty((num_rows, number, 2), dtype=torch.int32, device=logits_RV.device)
-    whole, row_stride = triton.cdiv(num_ids, 16) * 16, logits_RV.stride(0)
-    last = logits_RV.storage_offset() + (num_rows - 1) * row_stride + whole  # a row's, of its storage's elements
-    held = logits_RV.untyped_storage().nbytes() // logits_RV.element_size()
-    readable = whole if whole <= row_stride and last <= held else num_ids
+    readable = readable_ids(logits_RV)
     greedy = rows is None
     temperatures, top_ks, top_ps, min_ps, seeds, positions = rows or (floats, ids, floats, floats, ids, ids)
     fixed = {"GREEDY": greedy, "LANES": LANES, "ROUNDS": ROUNDS, "FAST": not interpreted()}
